@@ -1,4 +1,4 @@
-"""The search: which sub-layers of a model to bypass on this machine. From Python: `find_profile`, `read_prompts`."""
+"""The search: which sub-layers of a model to skip on this machine. From Python: `find_profile`, `read_prompts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bridges over the layers that the best path bypasses whole, where they are predicted to pay."""
+"""Bridges over the layers that the best path skips whole, where they are predicted to pay."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def with_bridges(
     seconds: Callable[[int], float] = lambda tokens: 0.0,
     allows: Callable[[float], bool] = lambda seconds: True,
 ) -> Score | None:
-    """Score the path of `score` with a bridge over each run of layers bypassed whole; return the score if faster.
+    """Score the path of `score` with a bridge over each run of layers skipped whole; return the score if faster.
 
     The bridges are fitted to `texts` (token ids), whose tokens no score rests on. The cost of a bridge itself, a few
-    hundredths of a layer, is not predicted. Returns None if the bridges are not faster, if no layer is bypassed whole,
+    hundredths of a layer, is not predicted. Returns None if the bridges are not faster, if no layer is skipped whole,
     if the model cannot have bridges, if there are fewer than two texts, and if time does not allow two passes over the
     texts for each run; `seconds(tokens)` is the time of a pass.
     """

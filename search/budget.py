@@ -12,7 +12,7 @@ Clock = Callable[[], float]
 SHARES = {  # the phases in order; a phase may take its share of the time left, relative to the phases after it
     "texts": 8,  # the whole model continues the prompts
     "costs": 18,
-    "ranking": 12,  # the gain of bypassing each sub-layer alone
+    "ranking": 12,  # the gain of skipping each sub-layer alone
     "trials": 28,  # plus the time that later phases do not need
     "heads": 4,  # the best path again, with bridges and smaller draft vocabularies
     "choosing": 8,  # the finalists against each other

@@ -32,9 +32,9 @@ def _add_lookup_tokens(text: TargetText, trace: Trace, chain: ProposerChain, end
         position, remaining = text.prompt_length + start, trace.remaining - start - 1
         reading.read(text.tokens[:position])
         passes.append(reading.passes(drafted, remaining))
-        guess = reading.lookup(remaining, ends)
-        same = [a == b for a, b in zip(guess.tokens, text.tokens[position:], strict=False)]
-        free.append((guess.chances, same.index(False) if False in same else len(same)))
+        proposal = reading.lookup(remaining, ends)
+        same = [a == b for a, b in zip(proposal.tokens, text.tokens[position:], strict=False)]
+        free.append((proposal.chances, same.index(False) if False in same else len(same)))
     return replace(trace, passes=passes, free=free)
 
 

@@ -35,10 +35,10 @@ from .replay import Replay
 from .trace import Trace, walk
 
 SHARES = (0.25, 0.5, 1.0)  # of each text's starts, replayed in turn until the path is pruned
-RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of bypassing each alone
+RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of skipping each alone
 ERRORS = 0.5  # standard errors by which a pruned path is worse than the best
 WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each position
-ALONE = 2  # draft length when sub-layers are bypassed one at a time to find the gain of each
+ALONE = 2  # draft length when sub-layers are skipped one at a time to find the gain of each
 DINKELBACH, RATE_KNOWN = 8, 1e-3  # the most iterations, and the change of the rate below which they end
 
 

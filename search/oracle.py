@@ -11,7 +11,7 @@ from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_work import GUESSED
+from selfspec.types.draft_work import LOOKUP_WORK
 
 from .continuations import DecodingSettings, continue_prompts
 from .controller_grid import deepest
@@ -50,7 +50,7 @@ def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, can
             if 1 <= rank < candidates:
                 possible_rounds.append((trace.work(start, run + 1), 2 + run + rank, run + 2))
             if trace.free:
-                possible_rounds += [(GUESSED, n + 1, n + 1) for n in range(1, min(trace.free[start][1], left) + 1)]
+                possible_rounds += [(LOOKUP_WORK, n + 1, n + 1) for n in range(1, min(trace.free[start][1], left) + 1)]
             options = []
             for work, rows, emitted in possible_rounds:
                 later, more = best[min(start + emitted, trace.tokens)]

@@ -94,7 +94,7 @@ class Space:
         return self.all_in(self.base)
 
     def all_in(self, mode: Mode) -> Point:
-        """Return the point with everything in a mode; else in the base mode or in full. The head is never bypassed."""
+        """Return the point with everything in a mode; else in the base mode or in full. The head is never skipped."""
         return tuple(next((modes.index(m) for m in (mode, self.base) if m in modes), 0) for modes in self.choices)
 
     def path(self, point: Sequence[int]) -> DraftPath:

@@ -97,7 +97,7 @@ class OptunaSampler:
 class SkOpt:
     """scikit-optimize's Gaussian process over [0, 1]^n, the optimiser of Draft & Verify.
 
-    A variable's modes share its interval evenly, in the order of their cost; bypassing is the topmost part.
+    A variable's modes share its interval evenly, in the order of their cost; skipping is the topmost part.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -50,7 +50,7 @@ class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
 
 
 def run_search(llm: LLM, options: SearchOptions) -> Profile:
-    """Search which sub-layers of `llm` to bypass, and measure the best draft path on held-out prompts.
+    """Search which sub-layers of `llm` to skip, and measure the best draft path on held-out prompts.
 
     `objective` "replay" predicts tokens per second from a parallel replay and a cost model measured at `context` keys
     (None: the mean context length of the texts); "wallclock" decodes for every trial, as the paper does. The trials end
@@ -265,7 +265,7 @@ def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn
             seconds=search.pace.rows,
             allows=lambda seconds: search.budget.deadline("heads").allows(seconds),
         )
-        refinements.append(("bridges over bypassed layers", bridges))
+        refinements.append(("bridges over skipped layers", bridges))
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # the head's weight is accessible
         counted = _encoded(llm, drawn.rest, chat=drawn.chat)
         heads = partial(with_smaller_head, objective, texts=counted, size=llm.identity.vocabulary or 0)

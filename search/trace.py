@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from selfspec.controllers import Controller, DraftLoop
-from selfspec.types.draft_work import GUESSED, Work, passes_of, steps_of
+from selfspec.types.draft_work import LOOKUP_WORK, Work, passes_of, steps_of
 from selfspec.types.limits import WIDEST_DRAFT
 from selfspec.types.stats import Stats
 
@@ -107,9 +107,9 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
     """Yield the rounds of decoding one text, in order; `controller` has observed each round before it is yielded."""
     start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
-        if guessed := _lookup_step(trace, start, controller):
-            yield guessed
-            start += guessed.emitted
+        if step := _lookup_step(trace, start, controller):
+            yield step
+            start += step.emitted
             continue
         draft_loop = _draft_from(trace, start, controller, deepest)
         counts, run = draft_loop.candidates(candidates, nodes=WIDEST_DRAFT), trace.runs[start]
@@ -129,7 +129,7 @@ def _lookup_step(trace: Trace, start: int, controller: Controller) -> WalkStep |
     if not taken:
         return None
     num_accepted = min(run, taken)
-    return WalkStep((), num_accepted, taken, False, min(num_accepted + 1, trace.tokens - start), GUESSED)
+    return WalkStep((), num_accepted, taken, False, min(num_accepted + 1, trace.tokens - start), LOOKUP_WORK)
 
 
 def _draft_from(trace: Trace, start: int, controller: Controller, deepest: int) -> DraftLoop:

@@ -1,4 +1,4 @@
-"""Tidy data frames of a study: its trials, and the effect of bypassing each sub-layer alone."""
+"""Tidy data frames of a study: its trials, and the effect of skipping each sub-layer alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
 
     `seconds`: the scoring time up to and including this trial, over all workers. `speedup`: predicted, over plain
     decoding; `best`: the highest so far, without pruned trials, which cover a share of the texts only. `skipped`,
-    `attention` and `mlp` count bypassed sub-layers, `int8` and `int4` quantised ones; `draft_cost`: a draft step as a
+    `attention` and `mlp` count skipped sub-layers, `int8` and `int4` quantised ones; `draft_cost`: a draft step as a
     share of a plain step; NaN where decoding was timed. `on_front`: no other trial beats this one in both acceptance
     and draft cost. Raises `SelfspecError` where the study has no trials.
     """
@@ -61,10 +61,10 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
 
 
 def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
-    """Return a row for each part that may be bypassed: a layer's `attention`, its `mlp`, or both as a `layer`.
+    """Return a row for each part that may be skipped: a layer's `attention`, its `mlp`, or both as a `layer`.
 
     `speedup`: predicted, over plain decoding, of always drafting a few tokens (`draft_tokens`) with that part alone
-    bypassed, the rest in the base mode (`Space.base`). `gain`: the relative change of the speedup from bypassing
+    skipped, the rest in the base mode (`Space.base`). `gain`: the relative change of the speedup from skipping
     nothing, negative for a loss. Both are NaN where none is known. Raises `SelfspecError` where the study has no gains
     or no cost model.
     """
@@ -79,7 +79,7 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
         raise SelfspecError(f"{ledger.description} is damaged ({len(gains)} gains for {len(space)} parts)")
     drafted = _drafted(ledger.settings)
     round_seconds = costs.round + drafted * costs.draft(FULL, space.layers) + costs.verification(drafted + 1)
-    nothing = (drafted + 1) * costs.plain / round_seconds  # with nothing bypassed, every drafted token is right
+    nothing = (drafted + 1) * costs.plain / round_seconds  # with nothing skipped, every drafted token is right
     rows = []
     for name, modes, values, start in zip(space.names, space.choices, gains, space.start, strict=True):
         part, _, layer = name.partition(" ")

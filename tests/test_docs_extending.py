@@ -64,5 +64,5 @@ def test_what_it_says_of_wrong_profiles(folder):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr == "error: copycat.yaml: draft.kind: 'copycat' is not known; "
-        "known: plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, lookahead, head, model, merged\n"
+        "known: plain, layer-skip, lookup, recycle, swift, clasp, input, jacobi, lookahead, head, model, merged\n"
     )

@@ -51,7 +51,7 @@ def race(
 def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     """Return the importance of each sub-layer for the speedups of a `race`: Optuna's fANOVA (Hutter et al. 2014).
 
-    Columns: `layer`, `part`, `importance` (adds up to 1), `effect` (the mean speedup of the trials that bypassed the
+    Columns: `layer`, `part`, `importance` (adds up to 1), `effect` (the mean speedup of the trials that skipped the
     sub-layer, less that of the other trials; NaN where either group is empty). Every skip set counts once.
     """
     distinct = trials.drop_duplicates("skip")

@@ -1,4 +1,4 @@
-"""Speedup against the number of bypassed sub-layers: families of skip sets, predicted, bounded and measured."""
+"""Speedup against the number of skipped sub-layers: families of skip sets, predicted, bounded and measured."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ATTENTION, MLP = "attention alone", "MLP alone"
 def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 2, seed: int = 0) -> pd.DataFrame:
     """Score families of skip sets; return a row for each set.
 
-    `counts`: the numbers of bypassed sub-layers (None: up to three quarters of all, in steps of two); `each`: random
+    `counts`: the numbers of skipped sub-layers (None: up to three quarters of all, in steps of two); `each`: random
     sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (the number of each),
     `speedup` (predicted, over plain decoding), `acceptance_rate`, `tokens_per_round`, `draft_cost` (a draft step as a
     share of a plain step), `bound` (the speedup of perfect stopping, for greedy elimination alone, as it takes
@@ -88,7 +88,7 @@ def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
 
 
 def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
-    """Yield a skip set of each of `counts` by greedy elimination, which bypasses the sub-layer that leaves most speed.
+    """Yield a skip set of each of `counts` by greedy elimination, which skips the sub-layer that leaves most speed.
 
     The elimination is lazy (Minoux 1978): a sub-layer is scored again only when its last score is the most promising.
     """
@@ -144,9 +144,9 @@ def speedups(
     seed: int = 0,
     costs: CostModel | None = None,
 ) -> Speedups:
-    """Return everything that a plot of speedup against bypassed sub-layers shows, at several temperatures.
+    """Return everything that a plot of speedup against skipped sub-layers shows, at several temperatures.
 
-    Sub-layers that are not bypassed draft in each mode of `rests`. Beside a `sweep` there are the Pareto front
+    Sub-layers that are not skipped draft in each mode of `rests`. Beside a `sweep` there are the Pareto front
     (acceptance against draft cost) and the profile of a search of `trials` on the same texts. Some rows of every family
     are measured in `rounds` rounds (0: none). With `costs`, of another machine or model, nothing is measured or
     searched: texts and drafts are this model's, and seconds follow `costs`.

@@ -42,7 +42,7 @@ class Workbench:
 
     `prompts`: calibration text, the result of `read_prompts`, or None for the built-in prompts; `count` of them are
     continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. Sub-layers
-    that are not bypassed, and the head, draft in the mode `rest`. The costs are measured if `costs` is None.
+    that are not skipped, and the head, draft in the mode `rest`. The costs are measured if `costs` is None.
     Sub-layers' gains are in `problem`. Raises `SelfspecError` as `find_profile` does.
     """
 

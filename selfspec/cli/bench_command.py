@@ -199,12 +199,12 @@ def _report(bench: dict[str, Any], console: Console) -> None:
     threads = "1 thread" if bench["threads"] == 1 else f"{bench['threads']} threads"
     bits = bench["bits_per_weight"]
     bits_text = f"; {BitsRead(**bits).summary}" if bits is not None and bits["draft"] < bits["plain"] else ""
-    bypassed = f"{bench['skipped']} of {bench['sub_layers']} sub-layers bypassed"
+    skipped = f"{bench['skipped']} of {bench['sub_layers']} sub-layers skipped"
     lines = [
         f"{bench['model']}{wide}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
         f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
         f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
-        f"skip: {bypassed} ({bench['source']}){bits_text}"
+        f"skip: {skipped} ({bench['source']}){bits_text}"
         if bench["skipped"]
         else f"skip: {bench['source']}{bits_text}",
         f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "

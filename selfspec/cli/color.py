@@ -34,7 +34,7 @@ _CONTROLS = {
 _BASIC = {
     Origin.ACCEPTED_DRAFT: "cyan",
     Origin.ACCEPTED_CANDIDATE: "blue",
-    Origin.ACCEPTED_GUESS: "yellow",
+    Origin.ACCEPTED_LOOKUP: "yellow",
     Origin.CORRECTED: "red",
     Origin.BONUS: "magenta",
 }

@@ -264,7 +264,7 @@ def map_legend(profile: Profile) -> list[str]:
         parts = (f"{counts[mode]} {WORDS[mode]} ({SIGNS[mode]})" for mode in MODES if counts[mode])
         lines = [f"{2 * layers} sub-layers: {', '.join(parts)}"]
     else:
-        lines = [f"{counts['skip']} of {2 * layers} sub-layers bypassed (# runs, . bypassed)"]
+        lines = [f"{counts['skip']} of {2 * layers} sub-layers skipped (# runs, . skipped)"]
     more = [] if path.head == "full" else [f"the head {WORDS[path.head]}"]
     if path.cheaper and (read := profile.bits_read) is not None:
         more.append(read.summary)

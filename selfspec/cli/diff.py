@@ -122,7 +122,7 @@ def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> N
         rows = {part: _marks(a, b, part) for part in PARTS}
         console.print(LayerMap(rows, STYLES))
         by_a, by_b, by_both = ("".join(rows.values()).count(mark) for mark in (BY_A, BY_B, BY_BOTH))
-        legend = f"bypassed: {by_a} by A alone, {by_b} by B alone, {by_both} by both (.); # runs in both"
+        legend = f"skipped: {by_a} by A alone, {by_b} by B alone, {by_both} by both (.); # runs in both"
         console.print(Text(legend, style="dim"))
     else:
         sides = {"A": a.path.rows(a.model.layers), "B": b.path.rows(b.model.layers)}

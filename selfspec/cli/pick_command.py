@@ -73,7 +73,7 @@ def _table(front: list[tuple[Entry, float | None]], best: Entry, place: str) -> 
     table = Table(
         title=Text(f"acceptance against draft cost and memory, {place}"), caption="> saved: the fastest as asked for"
     )
-    for name in ("", "draft cost", "memory", "acceptance", "tokens a pass", "predicted", "bypassed"):
+    for name in ("", "draft cost", "memory", "acceptance", "tokens a pass", "predicted", "skipped"):
         table.add_column(name, justify="right")
     for entry, memory in front:
         row, cost = _row(entry, memory), entry.draft_cost

@@ -101,7 +101,7 @@ def import_profile(
         sys.stdout.write(profile_text(profile))
         return
     write_profile(profile, out)
-    saved = f"saved {out}: {len(skip)} of {2 * identity.layers} sub-layers bypassed, {measurement_status(profile)}"
+    saved = f"saved {out}: {len(skip)} of {2 * identity.layers} sub-layers skipped, {measurement_status(profile)}"
     stderr().print(saved, markup=False, soft_wrap=True)
 
 
@@ -151,7 +151,7 @@ def _table(profiles: Mapping[str, Profile]) -> Table:
         )
     table.caption = "skipped: attention + MLP sub-layers"
     if any(profile.path.low_precision for profile in profiles.values()):
-        table.caption += "; below it, how many run in few bits"
+        table.caption += "; below it, how many run quantised"
     table.caption_justify = "left"
     return table
 

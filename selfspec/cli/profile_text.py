@@ -151,7 +151,7 @@ def _search(search: SearchRecord) -> list[str]:
     kv = ", drafts with a cache of their own" if search.kv == "own" else ""
     lines = [f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}"]
     if search.extra_bytes:
-        lines.append(f"weights in few bits take {search.extra_bytes / 1e6:.3g} MB beside the model's own")
+        lines.append(f"quantised weights take {search.extra_bytes / 1e6:.3g} MB beside the model's own")
     return lines
 
 

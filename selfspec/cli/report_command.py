@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from selfspec.show.report import Section, ShownSample, Table
 
 _CONDITIONS = ("figures of", "temperature", "of plain's speed", "prompts x tokens", "on")
-_GIVE_PROFILE = "No profile was given: --profile or --study shows what is bypassed, and what is accepted."
+_GIVE_PROFILE = "No profile was given: --profile or --study shows what is skipped, and what is accepted."
 _GIVE_STUDY = (
     "No search's trials were given: --study FILE (kept by selfspec search --storage FILE) shows what single sub-layers "
-    "do, acceptance against draft cost, speedup against bypassed sub-layers, and the search's progress."
+    "do, acceptance against draft cost, speedup against skipped sub-layers, and the search's progress."
 )
 _GIVE_BENCH = "No benchmark was given: --bench FILE (written by selfspec bench --out FILE) shows measured speeds."
 
@@ -173,7 +173,7 @@ def _page(
 
     sections = [_conditions(options, profile, ledger, bench, decoded)]
     if profile is None:
-        sections.append(Section("skip-map", "What is bypassed", notes=(_GIVE_PROFILE,)))
+        sections.append(Section("skip-map", "What is skipped", notes=(_GIVE_PROFILE,)))
     else:
         sections.append(skip_section(profile))
     if ledger is None:
@@ -212,7 +212,7 @@ def _summary(profile: Profile | None) -> str:
     summary = f"The profile {profile.draft.summary}"
     if (path := profile.path).cheaper:
         size, skipped = 2 * profile.model.layers, len(path.skip)
-        summary = f"While drafting, {skipped} of the model's {size} attention and MLP sub-layers are bypassed"
+        summary = f"While drafting, {skipped} of the model's {size} attention and MLP sub-layers are skipped"
         few = [f"{len(sublayers)} run {WORDS[mode]}" for mode, sublayers in path.quantized_sets]
         summary = ", ".join([summary, *few, *([] if path.head == "full" else [f"the head runs {WORDS[path.head]}"])])
         summary += "" if profile.bits_read is None else f"; {profile.bits_read.summary}"

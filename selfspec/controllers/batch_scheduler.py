@@ -16,7 +16,7 @@ FIRST, KNOWN = 0.7, 8.0  # prior acceptance rate of a draft's first token, and i
 MEMORY = 0.98  # decay per round of what was observed
 MARGIN = 1.2  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
 PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; bound of a round's deviation, in expected costs
-GUESSES = 16.0  # prior weight of the lookup tokens' own chances, in tokens
+LOOKUP_PRIOR = 16.0  # prior weight of the lookup tokens' own chances, in tokens
 STEPS_KNOWN = 64.0  # prior weight of a speed of 1, in plain rounds
 
 
@@ -69,7 +69,9 @@ class BatchDraftScheduler:
         # By number of sequences: seconds of verifying beyond its corrected cost, and the tokens verified. If a plain
         # pass was measured too slow, a wider one seems to cost nothing more, and no factor corrects a cost of 0.
         self._beyond: dict[int, tuple[float, float]] = {}
-        self._guesses = _ObservedRatio(GUESSES)  # accepted lookup tokens over the number expected from their chances
+        self._lookup_ratio = _ObservedRatio(
+            LOOKUP_PRIOR
+        )  # accepted lookup tokens over the number expected from their chances
         self._spent = 0.0  # measured seconds of this round's draft passes
         self._hoped = self._got = 0.0  # lookup tokens of this round: expected and actual number accepted
 
@@ -96,7 +98,7 @@ class BatchDraftScheduler:
             time = MEMORY * time + 1 + more / usual
             self._speeds[self._rows] = time, MEMORY * tokens + self._emitted / self._rows
         self._tried, self._right = MEMORY * self._tried, MEMORY * self._right
-        self._guesses.record(self._hoped, self._got)
+        self._lookup_ratio.record(self._hoped, self._got)
         self._rows, self._emitted, self._nodes, self._drafting, self._spent = rows, 0, 0, 0.0, 0.0
         self._hoped = self._got = 0.0
         self._all = rows + reading
@@ -128,7 +130,7 @@ class BatchDraftScheduler:
         they replace drafts, so a sequence's lookup tokens must exceed the tokens per second that drafts promise or
         rounds bring.
         """
-        verified, trust = len(chances), self._guesses.now
+        verified, trust = len(chances), self._lookup_ratio.now
         reached = [
             (trust * reach, i) for i, row_chances in enumerate(chances) for reach in accumulate(row_chances, mul)
         ]

@@ -1,4 +1,4 @@
-"""Files of trained parts of draft paths: bridges over bypassed layers, and updates of quantised weights."""
+"""Files of trained parts of draft paths: bridges over skipped layers, and updates of quantised weights."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class SwiftDrafter(AdaptivePathDrafter):
 
     Every `every` rounds is a trial: the best set so far and a neighbour, which differs in one or two sub-layers, each
     run over the text's last `window` tokens in one pass, with the full model's keys before each token. The set with
-    more matches between argmax and text, for its cost, is kept. The first and last layer are never bypassed. After
+    more matches between argmax and text, for its cost, is kept. The first and last layer are never skipped. After
     `patience` trials without a better set the search ends. An unseeded sequence begins with the best set of the
     previous one.
 
@@ -223,10 +223,10 @@ def _shares(runtime: Runtime) -> tuple[float, float]:
 
 
 class ClaspDrafter(AdaptivePathDrafter):
-    """Layer-skip drafter that chooses the bypassed layers again every `every` rounds (CLaSp, Chen et al. 2505.24196).
+    """Layer-skip drafter that chooses the skipped layers again every `every` rounds (CLaSp, Chen et al. 2505.24196).
 
     A dynamic programme over the layers runs at the position of the last verified token. Layer by layer, for each number
-    of layers bypassed so far, it keeps the choice whose hidden state has the highest cosine similarity to the full
+    of layers skipped so far, it keeps the choice whose hidden state has the highest cosine similarity to the full
     model's. All choices run as the rows of one pass of width `skip` + 1.
     """
 
@@ -278,7 +278,7 @@ class ClaspDrafter(AdaptivePathDrafter):
         return SkipSet(layers, layers)
 
     def _programme(self, seq: SequenceState, streams: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the layers to bypass; `streams` `[D]`: the full model's input to each layer and the last's output."""
+        """Return the layers to skip; `streams` `[D]`: the full model's input to each layer and the last's output."""
         last, width = len(seq.tokens) - 1, self.skip + 1
         place, device = last - 1, self.runtime.device
         slots = torch.arange(last, last + width, device=device).unsqueeze(0)
@@ -287,7 +287,7 @@ class ClaspDrafter(AdaptivePathDrafter):
         mask[0, :, last:] = torch.eye(width, dtype=torch.bool, device=device)
         rows = slice(seq.row, seq.row + 1)
         places = torch.full_like(slots, place)
-        states = streams[0].expand(width, -1)  # row i: i layers bypassed
+        states = streams[0].expand(width, -1)  # row i: i layers skipped
         reached = torch.arange(width) == 0
         taken: list[list[bool]] = []
         for layer in range(self.runtime.layers):
@@ -300,16 +300,16 @@ class ClaspDrafter(AdaptivePathDrafter):
             with_it, without = (_cosine_similarity(hidden, goal) for hidden in (ran, less))
             before = reached.roll(1)
             before[0] = False
-            bypass = before & (~reached | (without > with_it))
-            taken.append(bypass.tolist())
-            states = torch.where(bypass.to(ran.device).unsqueeze(1), less, ran)
+            skip = before & (~reached | (without > with_it))
+            taken.append(skip.tolist())
+            states = torch.where(skip.to(ran.device).unsqueeze(1), less, ran)
             reached = reached | before
-        left, bypassed = self.skip, list[int]()
+        left, skipped = self.skip, list[int]()
         for layer in reversed(range(self.runtime.layers)):
             if taken[layer][left]:
-                bypassed.append(layer)
+                skipped.append(layer)
                 left -= 1
-        return tuple(reversed(bypassed))
+        return tuple(reversed(skipped))
 
 
 def _cosine_similarity(streams: Tensor, goal: Tensor) -> Tensor:

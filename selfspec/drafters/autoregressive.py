@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
 from selfspec.drafters.controlled import ControlledDrafter, as_draft, check_candidates
-from selfspec.proposers.base import NO_GUESS, Guess
+from selfspec.proposers.base import NO_PROPOSAL, Proposal
 from selfspec.proposers.chain import ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
@@ -38,7 +38,7 @@ class Chain:
     seq: SequenceState
     loop: DraftLoop
     remaining: int
-    lookup: Guess = NO_GUESS
+    lookup: Proposal = NO_PROPOSAL
     tokens: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -113,8 +113,8 @@ class ChainDrafter(ControlledDrafter):
 
     def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
         """Return a chain without tokens; its depth is 0 if the controller verifies the lookup tokens instead."""
-        controller, guess = self.controller_of(seq), self.guess(seq, max_tokens)
-        taken = guess.cut(controller.lookup_length(guess.chances))
+        controller, proposal = self.controller_of(seq), self.look_up(seq, max_tokens)
+        taken = proposal.cut(controller.lookup_length(proposal.chances))
         return Chain(
             seq, DraftLoop(controller, depth=0 if taken.tokens else min(max_tokens, self._deepest)), max_tokens, taken
         )
@@ -123,13 +123,13 @@ class ChainDrafter(ControlledDrafter):
         self, seqs: Sequence[SequenceState], token_limits: Sequence[int], load: BatchDraftScheduler
     ) -> list[Chain]:
         """Return the chain of each sequence: empty, to be drafted, or lookup tokens if `load` finds these better."""
-        guesses = [self.guess(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
-        counts = load.lookup_lengths([guess.chances for guess in guesses], instead=True)
+        proposals = [self.look_up(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
+        counts = load.lookup_lengths([proposal.chances for proposal in proposals], instead=True)
         chains = []
-        for seq, max_tokens, guess, count in zip(seqs, token_limits, guesses, counts, strict=True):
+        for seq, max_tokens, proposal, count in zip(seqs, token_limits, proposals, counts, strict=True):
             depth = 0 if count else min(max_tokens, self._deepest)
             loop = DraftLoop(self.controller_of(seq), depth=depth, together=True)
-            chains.append(Chain(seq, loop, max_tokens, guess.cut(count)))
+            chains.append(Chain(seq, loop, max_tokens, proposal.cut(count)))
         return chains
 
     @staticmethod

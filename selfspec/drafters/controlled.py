@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler, Controller
-from selfspec.proposers.base import Guess
+from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain, ProposerState
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import GUESSED
+from selfspec.types.draft_work import LOOKUP_WORK
 from selfspec.types.limits import WIDEST_DRAFT
 
 _NOTHING = ProposerChain().new_state()
@@ -23,12 +23,12 @@ def check_candidates(count: int) -> None:
         raise SelfspecError(f"candidates {count}: expected 1 (the drafted token itself) to {WIDEST_DRAFT}")
 
 
-def as_draft(guess: Guess, confidence: Sequence[float] = ()) -> Draft:
+def as_draft(proposal: Proposal, confidence: Sequence[float] = ()) -> Draft:
     """Return lookup tokens as a draft; `confidence`: one value a token if a controller saw the tokens, else empty."""
-    if not guess.tokens:
+    if not proposal.tokens:
         return NO_DRAFT
-    sources = [guess.source] * len(guess.tokens)
-    return Draft.chain(guess.tokens, confidence=confidence, work=GUESSED, sources=sources)
+    sources = [proposal.source] * len(proposal.tokens)
+    return Draft.chain(proposal.tokens, confidence=confidence, work=LOOKUP_WORK, sources=sources)
 
 
 class ControlledDrafter:
@@ -79,7 +79,7 @@ class ControlledDrafter:
         """Return the sequence's proposer state; an empty one without `begin`, as in cost measurements."""
         return self._proposer_states.get(seq, _NOTHING)
 
-    def guess(self, seq: SequenceState, max_tokens: int) -> Guess:
+    def look_up(self, seq: SequenceState, max_tokens: int) -> Proposal:
         """Update the sequence's proposers to its current text and return at most `max_tokens` lookup tokens."""
         state = self.proposer_state(seq)
         state.read(seq.tokens)

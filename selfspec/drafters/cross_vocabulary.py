@@ -111,10 +111,10 @@ class CrossVocabularyDrafter(ChainDrafter):
 
     def _run(self, chain: Chain, text: Sequence[int]) -> tuple[int, list[int]]:
         """Return the position of the first uncached token, and the tokens from there on with the lookup tokens."""
-        guess = self.proposer_state(chain.seq).guess(chain.tokens, chain.remaining - len(chain.tokens) - 1)
+        proposal = self.proposer_state(chain.seq).look_up(chain.tokens, chain.remaining - len(chain.tokens) - 1)
         chain.lookup_tokens, chain.source = (
-            list(takewhile(self._target_to_draft.__contains__, guess.tokens)),
-            guess.source,
+            list(takewhile(self._target_to_draft.__contains__, proposal.tokens)),
+            proposal.source,
         )
         start, run = self._missing(chain.seq.row, text)
         return start, [*run, *(self._target_to_draft[token] for token in chain.lookup_tokens)]

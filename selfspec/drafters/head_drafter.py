@@ -12,7 +12,7 @@ from torch import Tensor
 from selfspec.controllers import Controller
 from selfspec.draft_modules.heads import Head
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
-from selfspec.proposers.base import AcceptanceStats, Guess
+from selfspec.proposers.base import AcceptanceStats, Proposal
 from selfspec.proposers.chain import ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Outcome
@@ -176,7 +176,7 @@ class HeadBelow:
         self.texts = HeadTexts(head)
         self.prices, self.step = tuple(prices), step
 
-    def guess(self, chain: Chain, other: Guess, max_tokens: int) -> Guess:
+    def look_up(self, chain: Chain, other: Proposal, max_tokens: int) -> Proposal:
         """Return at most `max_tokens` lookup tokens for the next pass; `other` if its rate reaches the head's average.
 
         The head proposes tokens as long as each is expected to increase the tokens per time.
@@ -217,16 +217,16 @@ class HeadBelow:
             chain.steps += 1
             time += self.step
         pairs.mean_rate = FADING * pairs.mean_rate + (1 - FADING) * expected / time
-        return Guess(tokens, chances, self.texts.head.kind) if tokens else other
+        return Proposal(tokens, chances, self.texts.head.kind) if tokens else other
 
-    def _rate(self, guess: Guess) -> float:
+    def _rate(self, proposal: Proposal) -> float:
         tokens = reach = 1.0
-        for chance in guess.chances:
+        for chance in proposal.chances:
             reach *= chance
             tokens += reach
-        return tokens / self.prices[len(guess.chances)]
+        return tokens / self.prices[len(proposal.chances)]
 
-    def _pick(self, chain: Chain, guessed: Sequence[int], logits: Tensor) -> tuple[int, float] | None:
+    def _pick(self, chain: Chain, predicted: Sequence[int], logits: Tensor) -> tuple[int, float] | None:
         """Return the head's most probable token and its probability; None if the processors mask its vocabulary.
 
         With tied sampling it is the token that the noise selects.
@@ -235,7 +235,7 @@ class HeadBelow:
         if not seq.sampler.processors:  # greedy, and nothing else
             index, share = best_and_share(logits)
             return head.token_ids[index], share
-        logits, before = head.to_full_vocabulary(logits), [*chain.tokens, *guessed]
+        logits, before = head.to_full_vocabulary(logits), [*chain.tokens, *predicted]
         row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
         if not seq.sampler.tied:
             token, share = best_and_share(row)
@@ -248,9 +248,9 @@ class HeadBelow:
         pairs = self.texts.get_pairs(chain.seq)
         if pairs is None:
             return
-        for strength, guessed, token in zip(
+        for strength, predicted, token in zip(
             chain.probability_bins, chain.checked, chain.tokens[chain.pass_start :], strict=False
         ):
-            pairs.chances.record(strength, guessed == token)
-            if guessed != token:
+            pairs.chances.record(strength, predicted == token)
+            if predicted != token:
                 break

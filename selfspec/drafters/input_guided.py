@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from selfspec.controllers import Controller, DraftLoop
 from selfspec.drafters.controlled import as_draft
 from selfspec.drafters.lookup_drafter import LookupDrafter
-from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
+from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -58,22 +58,22 @@ class InputDrafter(LookupDrafter):
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         max_tokens = min(limit.depth, limit.nodes)
-        guess, loop = self._rest(seq, max_tokens), DraftLoop(self.controller_of(seq), depth=max_tokens)
-        for chance in guess.chances:
+        proposal, loop = self._rest(seq, max_tokens), DraftLoop(self.controller_of(seq), depth=max_tokens)
+        for chance in proposal.chances:
             if not loop.record(chance):
                 break
-        return as_draft(guess.cut(len(loop.confidences)), loop.confidences)
+        return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)
 
-    def _rest(self, seq: SequenceState, most: int) -> Guess:
+    def _rest(self, seq: SequenceState, most: int) -> Proposal:
         copy = self._copies.get(seq)
         if copy is None or copy.next_position is None:
-            return NO_GUESS
+            return NO_PROPOSAL
         tokens = list[int]()
         for token in seq.tokens[copy.next_position : min(copy.next_position + most, copy.size)]:
             tokens.append(token)
             if token in seq.ends:
                 break
-        return Guess(tokens, [copy.chances(copy.right + i) for i in range(len(tokens))], INPUT)
+        return Proposal(tokens, [copy.chances(copy.right + i) for i in range(len(tokens))], INPUT)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Advance the anchor along the emitted tokens, or search for another anchor."""

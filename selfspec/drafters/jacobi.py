@@ -9,12 +9,12 @@ from typing import Literal
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters.controlled import as_draft
-from selfspec.proposers.base import Guess
+from selfspec.proposers.base import Proposal
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import GUESSED, JACOBI, NO_WORK, Work
+from selfspec.types.draft_work import JACOBI, LOOKUP_WORK, NO_WORK, Work
 
 JacobiMethod = Literal["jacobi", "gauss-seidel", "hybrid"]
 Start = Literal["padding", "prompt", "before"]
@@ -69,7 +69,7 @@ class JacobiDrafter:
 
     def max_work(self, limit: Limit) -> Work:
         """Return the work of one lookup draft, whatever its length."""
-        return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
+        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return the current iterate of the rest of each sequence's block."""
@@ -102,7 +102,7 @@ class JacobiDrafter:
             if token in seq.ends:
                 break
         block.sent = tuple(tokens)
-        return as_draft(Guess(tokens, (), JACOBI))
+        return as_draft(Proposal(tokens, (), JACOBI))
 
     def _first(self, seq: SequenceState, block: _Block, place: int) -> int:
         """Return the initial token of an unknown position, as `start` says."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
-from selfspec.proposers.base import Guess
+from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
@@ -25,7 +25,7 @@ class LayerSkipDrafter(ChainDrafter):
     """Drafter along a draft path of the target, which reads the target's keys and values of all committed tokens.
 
     Drafted tokens write their keys to cache slots that verification overwrites. `path`: a draft path, or a skip set of
-    bypassed sub-layers. `controller` ends a draft: each seeded sequence starts a fresh copy, all other sequences share
+    skipped sub-layers. `controller` ends a draft: each seeded sequence starts a fresh copy, all other sequences share
     one that learns. It sees the `confidence` in each drafted token. `candidates`: the maximum at each position,
     including the chain's own token; 1 drafts a chain. Sequences draft in lockstep. `ahead`: proposers of lookup tokens
     that a pass along the path checks beside its one token; the drafted tokens stay the same, in fewer passes. If the
@@ -96,8 +96,8 @@ class LayerSkipDrafter(ChainDrafter):
         """Compute the raw logits after each chain's last token and after its lookup tokens, in one pass."""
         placed, firsts = [], []
         for c in chains:
-            guess = self._guess(c)
-            c.lookup_tokens, c.source = list(guess.tokens), guess.source
+            proposal = self._look_up(c)
+            c.lookup_tokens, c.source = list(proposal.tokens), proposal.source
             c.passes.append(1 + len(c.lookup_tokens))
             root, before = c.tokens[-1] if c.tokens else c.seq.tokens[-1], self._before(c)
             run, start = [*before, root, *c.lookup_tokens], len(c.seq.tokens) - 1 + len(c.tokens) - len(before)
@@ -116,15 +116,15 @@ class LayerSkipDrafter(ChainDrafter):
         """Return the uncached tokens before the chain's last token: none, as the cache is the target's own."""
         return []
 
-    def _guess(self, chain: Chain) -> Guess:
+    def _look_up(self, chain: Chain) -> Proposal:
         """Return the lookup tokens that the chain's next pass checks."""
         remaining = chain.remaining - len(chain.tokens) - 1
         if self.below is not None and chain.passes:  # keep the hidden states before tokens that were drafted
             chain.streams[-1] = chain.streams[-1][: len(chain.tokens) - chain.pass_start]
             self.below.learn(chain)
-        guess = self.proposer_state(chain.seq).guess(chain.tokens, remaining)
+        proposal = self.proposer_state(chain.seq).look_up(chain.tokens, remaining)
         if self.below is not None:
             chain.probability_bins.clear()
-            guess = self.below.guess(chain, guess, remaining)
-            chain.pass_start, chain.checked = len(chain.tokens), guess.tokens
-        return guess
+            proposal = self.below.look_up(chain, proposal, remaining)
+            chain.pass_start, chain.checked = len(chain.tokens), proposal.tokens
+        return proposal

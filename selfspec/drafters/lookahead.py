@@ -11,7 +11,7 @@ from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import GUESSED, LOOKAHEAD, NO_WORK, Work
+from selfspec.types.draft_work import LOOKAHEAD, LOOKUP_WORK, NO_WORK, Work
 from selfspec.types.limits import WIDEST_DRAFT
 
 
@@ -81,7 +81,7 @@ class LookaheadDrafter:
 
     def max_work(self, limit: Limit) -> Work:
         """Return the work of one lookup draft, whatever its size."""
-        return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
+        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return one token tree for each sequence."""
@@ -125,7 +125,7 @@ class LookaheadDrafter:
         own.last = self._windowed(own, tree) if window_fits else None
         own.sent = tuple(tree.tokens)
         sources = (LOOKAHEAD,) * len(own.sent)
-        return Draft(own.sent, tuple(tree.parents), None, (-1,) * len(own.sent), (), GUESSED, sources)
+        return Draft(own.sent, tuple(tree.parents), None, (-1,) * len(own.sent), (), LOOKUP_WORK, sources)
 
     def _windowed(self, own: _Branches, tree: _Tree) -> list[int]:
         """Add the window below the tree's root; return the nodes of its last level."""

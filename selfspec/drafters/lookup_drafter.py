@@ -11,7 +11,7 @@ from selfspec.proposers.chain import ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import GUESSED, NO_WORK, Work
+from selfspec.types.draft_work import LOOKUP_WORK, NO_WORK, Work
 
 
 class LookupDrafter(ControlledDrafter):
@@ -25,7 +25,7 @@ class LookupDrafter(ControlledDrafter):
 
     def max_work(self, limit: Limit) -> Work:
         """Return the work of one lookup draft, whatever its length."""
-        return GUESSED if min(limit.depth, limit.nodes) > 0 else NO_WORK
+        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return a draft for each sequence; in a batch, `load` may shorten the drafts."""
@@ -37,9 +37,9 @@ class LookupDrafter(ControlledDrafter):
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         max_tokens = min(limit.depth, limit.nodes)
-        guess = self.guess(seq, max_tokens)
+        proposal = self.look_up(seq, max_tokens)
         loop = DraftLoop(self.controller_of(seq), depth=max_tokens)
-        for chance in guess.chances:
+        for chance in proposal.chances:
             if not loop.record(chance):
                 break
-        return as_draft(guess.cut(len(loop.confidences)), loop.confidences)
+        return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from selfspec.controllers import Controller, DraftLoop
 from selfspec.drafters.controlled import as_draft, check_candidates
 from selfspec.drafters.lookup_drafter import LookupDrafter
-from selfspec.proposers.base import AcceptanceStats, Guess
+from selfspec.proposers.base import AcceptanceStats, Proposal
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -63,7 +63,7 @@ class RecycleDrafter(LookupDrafter):
         if not tokens:
             return NO_DRAFT
         counts = loop.candidates(self.candidates, nodes=limit.nodes)
-        draft = as_draft(Guess(tokens, (), RECYCLED), loop.confidences)
+        draft = as_draft(Proposal(tokens, (), RECYCLED), loop.confidences)
         others = [rest[: count - 1] for rest, count in zip(others, counts, strict=True)]
         return draft.with_candidates(others, source=RECYCLED)
 

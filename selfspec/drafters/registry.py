@@ -34,8 +34,8 @@ from selfspec.models.vocabularies import TokenizerMap
 from selfspec.profile.adaptive_path_spec import ClaspSpec, SwiftSpec
 from selfspec.profile.draft_spec import (
     DraftSpec,
-    GuessesSpec,
     LayerSkipSpec,
+    LookupSpec,
     PlainSpec,
     ProposerSpec,
     RecycleSpec,
@@ -231,7 +231,7 @@ def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedD
     return MergedDrafter([_build_drafter(runtime, alone(draft_spec)) for draft_spec in spec.drafters])
 
 
-def make_lookup_drafter(runtime: Runtime, spec: GuessesSpec, profile: Profile) -> LookupDrafter:
+def make_lookup_drafter(runtime: Runtime, spec: LookupSpec, profile: Profile) -> LookupDrafter:
     """Build a lookup drafter, whose drafts cost only their verification."""
     proposers = [make_proposer(proposer_spec, runtime.skeleton.identity.vocabulary) for proposer_spec in spec.proposers]
     return LookupDrafter(proposers, _lookup_controller(spec.controller, profile))
@@ -289,7 +289,7 @@ register(LayerSkipSpec, make_layer_skip)
 register(HeadSpec, make_head_drafter)
 register(ModelSpec, make_model)
 register(MergedSpec, make_merged)
-register(GuessesSpec, make_lookup_drafter)
+register(LookupSpec, make_lookup_drafter)
 register(RecycleSpec, lambda runtime, spec, profile: make_recycle(spec, profile))
 register(InputSpec, lambda runtime, spec, profile: make_input(spec, profile))
 register(JacobiSpec, lambda runtime, spec, profile: make_jacobi(spec))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.module_files import PartFile, read_part
 from selfspec.draft_modules.registry import HEADS
-from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec, ProposerSpec
+from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, ProposerSpec
 from selfspec.profile.head_spec import HeadSpec
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.schema import Profile
@@ -53,7 +53,7 @@ class UnsupportedDraft:
 
 
 Drafts = LookupDraft | Sublayers | DraftModel | TrainedHead | UnsupportedDraft
-_LOOKUP = "guesses by lookup (draft: {kind: guesses})"
+_LOOKUP = "lookup tokens alone (draft: {kind: lookup})"
 _LAYER_SET = "a fixed set of whole layers, found by selfspec search --kv own"
 _INSTEAD = {
     "recycle": _LOOKUP,
@@ -74,7 +74,7 @@ def drafts_of(profile: Profile) -> Drafts:
     if profile.also:
         raise SelfspecError("the profile holds several ways to draft; engines have one: export one of the profiles")
     spec = profile.draft
-    if isinstance(spec, GuessesSpec):
+    if isinstance(spec, LookupSpec):
         return LookupDraft(any(proposer.kind == "answers" for proposer in spec.proposers))
     if isinstance(spec, ModelSpec):
         return DraftModel(spec)
@@ -96,7 +96,7 @@ def with_fixed_length(profile: Profile, tokens: int) -> Profile:
     """Return the profile with chains of `tokens` tokens and no lookup tokens or candidates beside, as engines draft."""
     spec = profile.draft
     update: dict[str, object] = {"candidates": 1, "proposers": None, "confidence": None, "vocabulary": None}
-    if isinstance(spec, GuessesSpec):
+    if isinstance(spec, LookupSpec):
         proposers = [proposer for proposer in spec.proposers if proposer.kind != "store"]
         update = {"proposers": proposers or [ProposerSpec()]}
     known = type(spec).model_fields

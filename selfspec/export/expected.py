@@ -158,7 +158,7 @@ def expected_from_profile(profile: Profile, offer: ExportPlan, *, tokens: int | 
     chance, payoff = _chance(accepted, accepted / rate) if rate else 0.0, profile.path_only.payoff
     expected = {k: _chain(chance, k) for k in range(1, most + 1)}
     best = tokens or max(expected, key=lambda k: (1 + expected[k]) / (k * payoff.draft + payoff.rounds[k + 1]))
-    aid_note = ", guesses and candidates counted in" if _aided(profile) else ""
+    aid_note = ", lookup tokens and candidates counted in" if _aided(profile) else ""
     shared = (
         ", on the model's own keys" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""
     )

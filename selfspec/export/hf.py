@@ -14,7 +14,7 @@ from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refuse
 from selfspec.export.model_drafts import describe_layers, in_full, layers_folder, model_folder, other_model, same_tokens
 from selfspec.export.weights import target_of
 from selfspec.integrations.custom_generate import hf
-from selfspec.profile.draft_spec import GuessesSpec, ProposerSpec
+from selfspec.profile.draft_spec import LookupSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 
 _LOAD = """\
@@ -36,18 +36,18 @@ class Transformers:
         """Return what `transformers` can run. Raises `SelfspecError` for trained heads and files beside a profile."""
         match job.drafts:
             case LookupDraft():
-                return ExportPlan("n-grams of prompt and output", partial(_guesses, job))
+                return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job))
             case Sublayers(path):
                 description, lost = describe_layers(path, job.llm.identity.layers)
                 if not path.runs(job.llm.identity.layers):
                     return _itself(job, note=_NO_MODEL)
                 if path.low_precision:
-                    lost = (*lost, "weights in few bits, of the draft model: it runs in its own dtype")
+                    lost = (*lost, "the draft model's quantised weights: it runs in its own dtype")
                 return ExportPlan(
                     description, partial(_sublayers, job, job.drafts), path=in_full(path), limitations=lost
                 )
             case DraftModel(spec):
-                lost = (f"its {spec.bits.removeprefix('int')} bits: it runs in its own dtype",) if spec.bits else ()
+                lost = (f"its {spec.bits} weights: it runs in its own dtype",) if spec.bits else ()
                 return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
             case TrainedHead(part):
                 raise refused(
@@ -59,7 +59,7 @@ class Transformers:
                 return _itself(job)
 
 
-_NO_MODEL = "No layer is bypassed whole, so in its own dtype no draft model would be cheaper: none is written."
+_NO_MODEL = "No layer is skipped whole, so in its own dtype no draft model would be cheaper: none is written."
 
 
 def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
@@ -69,7 +69,7 @@ def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
         raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; expected one without")
     spec = job.profile.draft
     lost = [
-        f"guesses of kind '{proposer.kind}'"
+        f"proposers of kind '{proposer.kind}'"
         for proposer in getattr(spec, "proposers", None) or ()
         if proposer.kind != "lookup"
     ]
@@ -88,7 +88,7 @@ def _own(profile: Profile) -> Profile:
     known = type(spec).model_fields
     proposers = [proposer for proposer in getattr(spec, "proposers", None) or () if proposer.kind == "lookup"]
     update: dict[str, object] = {"below": None, "proposers": proposers or None}
-    if isinstance(spec, GuessesSpec):
+    if isinstance(spec, LookupSpec):
         update["proposers"] = proposers or [ProposerSpec()]
     changed = spec.model_copy(update={name: value for name, value in update.items() if name in known})
     return profile.model_copy(update={"draft": changed, "parts": {}})
@@ -121,7 +121,7 @@ def _assisted(job: ExportJob, folder: Path, *, more: str = "") -> tuple[str, str
     return "assisted generation", _code(job, folder, load + call)
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
+def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     config = copy.deepcopy(job.llm.model.generation_config)
     config.prompt_lookup_num_tokens, config.max_matching_ngram_size = tokens, 3
     config.save_pretrained(folder)

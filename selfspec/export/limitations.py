@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec
+from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec
 from selfspec.profile.schema import Profile
 
 
@@ -15,9 +15,9 @@ def common_limitations(profile: Profile) -> list[str]:
     if (candidates := getattr(spec, "candidates", 1)) > 1:
         lost.append(f"{candidates} candidates for each place: drafts are chains")
     proposers = getattr(spec, "proposers", None) or ()
-    if proposers and not isinstance(spec, GuessesSpec):
+    if proposers and not isinstance(spec, LookupSpec):
         kinds = ", ".join(proposer.kind for proposer in proposers)
-        lost.append(f"guesses ({kinds}), which spare draft steps: every token takes one")
+        lost.append(f"lookup tokens ({kinds}), which save draft steps: every token takes a step")
     elif stores := [proposer for proposer in proposers if proposer.kind == "store"]:
         lost.append(f"{len(stores)} store(s) of texts: only prompt and output are looked up")
     if isinstance(spec, LayerSkipSpec):

@@ -47,11 +47,11 @@ class LlamaCpp:
         match job.drafts:
             case LookupDraft(answers):
                 lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
-                return ExportPlan("n-grams of prompt and output", partial(_guesses, job), limitations=lost)
+                return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job), limitations=lost)
             case Sublayers(path):
                 return _sublayers(job, path)
             case DraftModel(spec):
-                bits = f" in {spec.bits.removeprefix('int')} bits" if spec.bits else ""
+                bits = f" in {spec.bits}" if spec.bits else ""
                 load = cache(partial(other_model, job, job.drafts))
                 draft = partial(_other_as_written, job, job.drafts, load)
                 return ExportPlan(
@@ -83,7 +83,7 @@ def _target(job: ExportJob, folder: Path, keys: list[Key]) -> Weights:
     return weights
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
+def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     _target(job, folder, words(job.llm))
     target = quote(str(job.out / "target.gguf"))
     simple = f"--spec-type ngram-simple --spec-ngram-simple-size-n {NGRAM} --spec-ngram-simple-size-m {tokens}"
@@ -114,7 +114,7 @@ def _sublayers(job: ExportJob, path: DraftPath) -> ExportPlan:
     description, lost = describe_layers(path, job.llm.identity.layers)
     if not path.cheaper or (not path.low_precision and not path.runs(job.llm.identity.layers)):
         raise SelfspecError(
-            "no layer is bypassed whole and none runs in few bits, so llama.cpp's draft model would take as long as "
+            "no layer is skipped whole and none runs quantised, so llama.cpp's draft model would take as long as "
             "decoding; it could run instead: a path with --modes full,int8,skip, or whole layers by --kv own"
         )
     scales = tuple(_SCALES[_LOW[mode]] for mode in ("int8", "int4") if path.head == mode or len(getattr(path, mode)))

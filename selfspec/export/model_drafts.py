@@ -26,7 +26,7 @@ def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) 
     path, layers = drafts.path, job.llm.identity.layers
     if path.runs(layers):
         return
-    what = "no layer is bypassed whole, and" if len(path.skip) else "all sub-layers run, and"
+    what = "no layer is skipped whole, and" if len(path.skip) else "all sub-layers run, and"
     raise SelfspecError(
         f"{what} {engine} runs drafts in the model's own precision: as a draft model they would take as long as "
         f"decoding; {instead}"
@@ -43,7 +43,7 @@ def describe_layers(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]
     if not (halves := len(attention ^ mlp)):
         return description, ()
     return description, (
-        f"the time of {halves} sub-layer(s) bypassed in layers that are kept: their last matrix is zero, which "
+        f"the time of {halves} sub-layer(s) skipped in layers that are kept: their last matrix is zero, which "
         "drafts the same and saves nothing",
     )
 

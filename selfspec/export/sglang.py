@@ -41,7 +41,7 @@ class Sglang:
         match job.drafts:
             case LookupDraft(answers):
                 lost = ("earlier answers of other runs: SGLang's cache of n-grams begins empty",) if answers else ()
-                return ExportPlan("n-grams of prompts and outputs", partial(_guesses, job), limitations=lost)
+                return ExportPlan("n-grams of prompts and outputs", partial(_prompt_lookup, job), limitations=lost)
             case Sublayers(path):
                 return _sublayers(job, job.drafts, path)
             case DraftModel(spec):
@@ -73,7 +73,7 @@ def _chain(tokens: int) -> tuple[str, ...]:
     return (steps, str(tokens), wide, "1", "--speculative-num-draft-tokens", str(tokens + 1))
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
+def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     flags = ("--speculative-num-draft-tokens", str(tokens + 1), "--speculative-ngram-max-bfs-breadth", "1")
     return _served(job, folder, "NGRAM", *flags)
 

@@ -39,7 +39,7 @@ class TensorRtLlm:
         match job.drafts:
             case LookupDraft(answers):
                 empty = ("earlier answers of other runs: its pool of n-grams begins empty",) if answers else ()
-                return ExportPlan("n-grams of prompts and outputs", partial(_guesses, job), limitations=empty)
+                return ExportPlan("n-grams of prompts and outputs", partial(_prompt_lookup, job), limitations=empty)
             case Sublayers(path):
                 description, lost = describe_layers(path, job.llm.identity.layers)
                 check_shorter(
@@ -49,10 +49,10 @@ class TensorRtLlm:
                     "it could run instead: a set of whole layers, by selfspec search --kv own",
                 )
                 if path.low_precision:
-                    lost = (*lost, "weights in few bits: the draft model runs in its own dtype")
+                    lost = (*lost, "quantised weights: the draft model runs in its own dtype")
                 return ExportPlan(description, partial(_layers, job, job.drafts), path=in_full(path), limitations=lost)
             case DraftModel(spec):
-                few = ("its weights in few bits: it runs in its own dtype",) if spec.bits else ()
+                few = ("its quantised weights: it runs in its own dtype",) if spec.bits else ()
                 return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=few)
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
@@ -73,7 +73,7 @@ def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bo
     return ExportResult((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
 
 
-def _guesses(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
+def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     config = {
         "decoding_type": "NGram",
         "max_draft_len": tokens,

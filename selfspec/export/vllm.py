@@ -47,7 +47,7 @@ class Vllm:
                 description = (
                     "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
                 )
-                return ExportPlan(description, partial(_guesses, job, answers))
+                return ExportPlan(description, partial(_prompt_lookup, job, answers))
             case Sublayers(path):
                 return _sublayers(job, job.drafts, path)
             case DraftModel(spec):
@@ -80,7 +80,7 @@ def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) 
     return ExportResult((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
 
 
-def _guesses(job: ExportJob, answers: bool, folder: Path, tokens: int) -> ExportResult:
+def _prompt_lookup(job: ExportJob, answers: bool, folder: Path, tokens: int) -> ExportResult:
     method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
     notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
     return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)

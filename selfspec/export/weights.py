@@ -72,7 +72,7 @@ def path_weights(weights: Weights, path: DraftPath) -> Weights:
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     layers = tuple(i for i in weights.layers if i not in attention & mlp)
     if not layers:
-        raise SelfspecError("the path bypasses every layer, so no model is left to draft")
+        raise SelfspecError("the path skips every layer, so no model is left to draft")
     places = {layer: place for place, layer in enumerate(layers)}
     halves = [
         (_LAST[part], layer)

@@ -27,7 +27,7 @@ from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
-from selfspec.types.draft_work import GUESSED
+from selfspec.types.draft_work import LOOKUP_WORK
 
 CHUNK = 512  # prefill chunk in tokens while no sequence takes rounds
 ROUNDS, MIN_CHUNK = 4.0, 128  # otherwise: the cost limit of a chunk in rounds, and the smallest chunk in tokens
@@ -270,7 +270,7 @@ class Batch:
         for seq, outcome in outcomes:
             self.counters.record(rows, outcome)
             if self._scheduler is not None:
-                drafted = 0 if outcome.draft.work == GUESSED else outcome.draft.depth
+                drafted = 0 if outcome.draft.work == LOOKUP_WORK else outcome.draft.depth
                 self._scheduler.record_draft(drafted, outcome.accepted, len(outcome.tokens), nodes=len(outcome.draft))
             request = self._requests[seq]
             request.record_round(outcome)

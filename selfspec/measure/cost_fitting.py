@@ -32,7 +32,7 @@ from selfspec.types.skip import SkipSet
 
 DISTURBED_FACTOR = 4  # factor on the time if other work disturbs the machine
 DOUBTFUL = 0.1  # error on fresh paths above which a fit is measured for longer
-FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs bypassed by the first paths
+FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs skipped by the first paths
 OTHERS = 0.3  # the share of a random path's sub-layers that may run in a mode other than most of their kind
 
 
@@ -246,18 +246,18 @@ def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int],
 def _random_path(
     layers: int, modes: Sequence[HeadMode], rng: random.Random, shares: tuple[float, float] | None = None
 ) -> DraftPath:
-    """Return a path with up to 3/4 of attention and of MLP sub-layers bypassed, the rest mostly in one of the modes.
+    """Return a path with up to 3/4 of attention and of MLP sub-layers skipped, the rest mostly in one of the modes.
 
-    Attention and MLPs are drawn independently, so that the fit can tell them apart; `shares`: the shares to bypass.
+    Attention and MLPs are drawn independently, so that the fit can tell them apart; `shares`: the shares to skip.
     """
     chosen: list[Mode] = []
     for part in range(2):
         most = layers * 3 // 4
         count = rng.randint(0, most) if shares is None else min(round(shares[part] * layers), most)
-        bypassed = {*rng.sample(range(layers), count)}
+        skipped = {*rng.sample(range(layers), count)}
         mostly = rng.choice(modes)
         others = [rng.choice(modes) if rng.random() < OTHERS else mostly for _ in range(layers)]
-        chosen += ["skip" if i in bypassed else mode for i, mode in enumerate(others)]
+        chosen += ["skip" if i in skipped else mode for i, mode in enumerate(others)]
     return DraftPath.from_modes(chosen, head=rng.choice(modes))
 
 

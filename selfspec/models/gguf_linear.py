@@ -26,7 +26,7 @@ _AT_ONCE = 1024  # outputs dequantised at a time without a compiler
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFWeight:
-    """A quantised weight `[out, in]` in groups of 32 inputs, which share a scale and, in 4 bits, a zero point.
+    """A quantised weight `[out, in]` in groups of 32 inputs, which share a scale and, in int4, a zero point.
 
     In 8 bits, the weight is values * scale: `values` int8 `[out, in]`, `grid` float16 `[out, in / 32, 1]`. In 4 bits,
     it is values * scale + zero: `values` uint8 `[out, in / 2]`, where 16 bytes hold 32 inputs, the first 16 in the low

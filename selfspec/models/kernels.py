@@ -162,7 +162,7 @@ def native(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 # Without 8-bit dot product instructions (VNNI), the kernel accumulates in 16 bits, which overflow.
-_DOT_PRODUCTS = {"both in 8 bits": int8_dynamic} if torch.cpu._is_vnni_supported() else {}
+_DOT_PRODUCTS = {"int8 dynamic": int8_dynamic} if torch.cpu._is_vnni_supported() else {}
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"native": native, "weights only": int8_weight_only, **_DOT_PRODUCTS},
     4: {"native": native, "weights only": int4_weight_only},

@@ -26,7 +26,7 @@ GROUPS = (64, 32)  # int4 group sizes; the first that divides the number of inpu
 class QuantizedWeight:
     """A quantised weight `[out, in]`, by output and group of inputs (in int8, all inputs are one group).
 
-    The weight is `values` * `scale` in 8 bits, and (`values` - 8) * `scale` + `zero` in 4 bits. `values` are int8
+    The weight is `values` * `scale` in int8, and (`values` - 8) * `scale` + `zero` in int4. `values` are int8
     `[out, in]`; `scale` and the zero point `zero` are bfloat16 `[out, groups]`, as kernels read them.
     """
 

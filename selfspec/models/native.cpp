@@ -53,7 +53,7 @@ struct Weight {
     const void *scale, *bias;  // no bias: null
 };
 
-// A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `before_mlp`: that sub-layer is bypassed. Without
+// A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `before_mlp`: that sub-layer is skipped. Without
 // `before_mlp`, `down` is a bridge, linear from the stream to what is added to it, by way of `gate_up` if there is one.
 struct Layer {
     const void *before_attention;
@@ -244,7 +244,7 @@ template <int K> INLINE int64_t row_bytes(int64_t in) {
     return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == INT8 || K == BLOCKS8 ? in : in / 2;
 }
 
-// V values of a weight's row from input k on; without scales, and of no kind in 4 bits.
+// V values of a weight's row from input k on; without scales, and of no kind in int4.
 template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
     if constexpr (K == BFLOAT16) return at((const uint16_t *)row + k);

@@ -37,7 +37,7 @@ class Weight(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`native.cpp`'s structure of a layer: pointers, null where a sub-layer is bypassed."""
+    """`native.cpp`'s structure of a layer: pointers, null where a sub-layer is skipped."""
 
     _fields_: ClassVar = [
         (name, c_void_p) for name in ("before_attention", "qkv", "o", "before_mlp", "gate_up", "down")

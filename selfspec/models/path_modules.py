@@ -1,4 +1,4 @@
-"""Trained parts of a draft path: bridges over bypassed layers, and low-rank updates of quantised weights.
+"""Trained parts of a draft path: bridges over skipped layers, and low-rank updates of quantised weights.
 
 The model itself is not changed.
 """
@@ -14,12 +14,12 @@ from selfspec.models.families.base import Workspace
 from selfspec.models.linears import Call
 
 Run = tuple[int, int]
-"""A run `(first, end)` of layers that a draft path bypasses entirely, from `first` up to, not including, `end`."""
+"""A run `(first, end)` of layers that a draft path skips entirely, from `first` up to, not including, `end`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bridge:
-    """A linear map that replaces bypassed layers: it adds `onto` (`into` x) + `bias` to the stream x.
+    """A linear map that replaces skipped layers: it adds `onto` (`into` x) + `bias` to the stream x.
 
     `into` is `[r, D]`, `onto` `[D, r]` and `bias` `[D]`; without `into`, `onto` is `[D, D]`. (ReplaceMe 2505.02819.)
     """

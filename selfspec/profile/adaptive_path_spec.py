@@ -35,8 +35,8 @@ class _ChosenSpec(DraftSpec):
         return self.step
 
     @property
-    def _guesses(self) -> str:
-        return f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
+    def _lookup_summary(self) -> str:
+        return f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
 
 
 class SwiftSpec(_ChosenSpec):
@@ -58,11 +58,11 @@ class SwiftSpec(_ChosenSpec):
     @property
     def summary(self) -> str:
         """Short description of the search."""
-        return f"looks for what to bypass while decoding (SWIFT){self._guesses}"
+        return f"looks for what to skip while decoding (SWIFT){self._lookup_summary}"
 
 
 class ClaspSpec(_ChosenSpec):
-    """CLaSp (2505.24196): dynamic programming chooses `skip_layers` bypassed layers every `every` rounds."""
+    """CLaSp (2505.24196): dynamic programming chooses `skip_layers` skipped layers every `every` rounds."""
 
     kind: Literal["clasp"] = "clasp"
     skip_layers: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
@@ -72,9 +72,9 @@ class ClaspSpec(_ChosenSpec):
 
     @property
     def summary(self) -> str:
-        """Short description: the number of bypassed layers."""
+        """Short description: the number of skipped layers."""
         layers = "half of the layers" if self.skip_layers is None else f"{self.skip_layers} layers"
-        return f"bypasses {layers}, chosen anew as the text goes (CLaSp){self._guesses}"
+        return f"skips {layers}, chosen anew as the text goes (CLaSp){self._lookup_summary}"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for more skipped layers than the model has."""

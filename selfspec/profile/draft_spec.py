@@ -22,7 +22,7 @@ from selfspec.types.skip import SkipSet
 
 
 class Skip(Data):
-    """A set of sub-layers in a profile, such as those that drafting bypasses."""
+    """A set of sub-layers in a profile, such as those that drafting skips."""
 
     attention: list[Count] = Field([], description="Layers whose attention is listed, counted from 0.")
     mlp: list[Count] = Field([], description="Layers whose MLP is listed, counted from 0.")
@@ -121,10 +121,10 @@ DraftController = Annotated[ControllerSpec, Field(description="Controller, which
 Candidates = Annotated[int, Field(ge=1, le=WIDEST_DRAFT, description="Maximum number of candidates for each position.")]
 
 
-class GuessesSpec(DraftSpec):
+class LookupSpec(DraftSpec):
     """Drafting by lookup alone, without a draft model (prompt lookup, REST)."""
 
-    kind: Literal["guesses"] = "guesses"
+    kind: Literal["lookup"] = "lookup"
     proposers: Proposers = Field(
         [ProposerSpec()], description="Proposers; the proposal with the highest expected gain is drafted."
     )
@@ -133,7 +133,7 @@ class GuessesSpec(DraftSpec):
     @property
     def summary(self) -> str:
         """Short description: the proposers."""
-        return f"drafts guesses by {kinds_of(self.proposers)}"
+        return f"lookup alone; proposers: {kinds_of(self.proposers)}"
 
     @property
     def step_share(self) -> float | None:
@@ -171,7 +171,7 @@ class Below(Data):
 
 
 class LayerSkipSpec(DraftSpec):
-    """Self-speculative drafting with bypassed attention and MLP sub-layers (Draft & Verify, 2309.08168).
+    """Self-speculative drafting with skipped attention and MLP sub-layers (Draft & Verify, 2309.08168).
 
     Other sub-layers, and the head, may run as int8 or int4. `confidence`: the estimate that a drafted token is right;
     its probability when left out. `candidates`: the most tokens proposed at one position, including the drafted one; 1
@@ -251,11 +251,11 @@ class LayerSkipSpec(DraftSpec):
 
     @property
     def summary(self) -> str:
-        """Short description: the bypassed and quantised sub-layers, the proposers and trained parts."""
-        guesses = f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
-        guesses += f"; the trained head {self.below.part} below" if self.below else ""
-        guesses += f"; with the trained part {self.trained}" if self.trained else ""
-        return f"{self.path.summary}{guesses}" if self.drafts else "drafts nothing"
+        """Short description: the skipped and quantised sub-layers, the proposers and trained parts."""
+        additions = f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
+        additions += f"; the trained head {self.below.part} below" if self.below else ""
+        additions += f"; with the trained part {self.trained}" if self.trained else ""
+        return f"{self.path.summary}{additions}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for a layer or token that the model does not have, or a repeated one."""
@@ -321,5 +321,5 @@ def parse_draft(data: Any) -> DraftSpec:
     return _KINDS[kind].model_validate(data)
 
 
-for _kind in (PlainSpec, LayerSkipSpec, GuessesSpec, RecycleSpec):
+for _kind in (PlainSpec, LayerSkipSpec, LookupSpec, RecycleSpec):
     register_spec(_kind)

@@ -40,7 +40,7 @@ class HeadSpec(DraftSpec):
     def summary(self) -> str:
         """Short description: the head, and the proposers of lookup tokens."""
         return f"drafts by the trained head {self.part}" + (
-            f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
+            f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
         )
 
     @property

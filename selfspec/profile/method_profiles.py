@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip, parse_draft
+from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, LookupSpec, ProposerSpec, Skip, parse_draft
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.schema import Profile
 from selfspec.types.controller import ControllerSpec
@@ -46,4 +46,4 @@ def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | N
     if name not in FREE:
         return None
     own = getattr(profile.draft, "proposers", None) if profile is not None else None
-    return GuessesSpec(proposers=own) if name == "lookup" and own else parse_draft(FREE[name])
+    return LookupSpec(proposers=own) if name == "lookup" and own else parse_draft(FREE[name])

@@ -45,9 +45,9 @@ class ModelSpec(DraftSpec):
     @property
     def summary(self) -> str:
         """Short description: the draft model, and the proposers of lookup tokens."""
-        few = f" in {self.bits.removeprefix('int')} bits" if self.bits else ""
+        few = f" in {self.bits}" if self.bits else ""
         return f"drafts by the model {self.model}{few}" + (
-            f"; guesses by {kinds_of(self.proposers)}" if self.proposers else ""
+            f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
         )
 
     @property

@@ -21,7 +21,7 @@ from selfspec.profile import free_draft_specs as free_draft_specs
 from selfspec.profile import head_spec as head_spec  # imported to register the kinds
 from selfspec.profile import model_spec as model_spec
 from selfspec.profile import tree_merge_spec as tree_merge_spec
-from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec, parse_draft
+from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, parse_draft
 from selfspec.profile.module_files_spec import ModuleFile, check_parts
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff
 from selfspec.types.bits import BitsRead, bits_read
@@ -189,10 +189,10 @@ class Profile(Data):
             return self
         also = [other.with_proposers(store=store, answers=answers) for other in self.also]
         if not self.draft.drafts:
-            draft = GuessesSpec(proposers=[ProposerSpec(), *more])
+            draft = LookupSpec(proposers=[ProposerSpec(), *more])
             return self.model_copy(update={"draft": draft, "acceptance": None, "also": also})
         if "proposers" not in type(self.draft).model_fields:
-            raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no guesses; leave the {more[0].kind} out")
+            raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no proposers; leave the {more[0].kind} out")
         existing = [proposer for proposer in getattr(self.draft, "proposers", None) or () if proposer not in more]
         return self.model_copy(
             update={"draft": self.draft.model_copy(update={"proposers": [*existing, *more]}), "also": also}

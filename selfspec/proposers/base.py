@@ -10,7 +10,7 @@ MEMORY = 0.98  # decay of an observation's weight with each later one
 STRENGTH = 8.0  # prior weight of the first chances, in observations
 
 
-class Guess(NamedTuple):
+class Proposal(NamedTuple):
     """Lookup tokens: a likely continuation of a text, with each token's chance to be right if all before it are.
 
     `source`: the name of the proposer, which `ProposerChain` fills in.
@@ -20,12 +20,12 @@ class Guess(NamedTuple):
     chances: Sequence[float] = ()
     source: str = ""
 
-    def cut(self, most: int, source: str | None = None) -> Guess:
+    def cut(self, most: int, source: str | None = None) -> Proposal:
         """Return its first `most` tokens; with `source` replaced if that is not None."""
-        return Guess(self.tokens[:most], self.chances[:most], self.source if source is None else source)
+        return Proposal(self.tokens[:most], self.chances[:most], self.source if source is None else source)
 
 
-NO_GUESS = Guess()
+NO_PROPOSAL = Proposal()
 
 
 class ProposerReader(Protocol):
@@ -34,7 +34,7 @@ class ProposerReader(Protocol):
     def append(self, token: int) -> None:
         """Append a token to the text."""
 
-    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
         """Return at most `most` lookup tokens that may follow the text and then the tokens `drafted`."""
 
 

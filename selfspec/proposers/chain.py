@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from operator import mul
 
-from selfspec.proposers.base import NO_GUESS, Guess, LearningProposer, Proposer, ProposerReader
+from selfspec.proposers.base import NO_PROPOSAL, LearningProposer, Proposal, Proposer, ProposerReader
 
 FREE = 15  # most lookup tokens verified without a draft step: a wider pass may cost far more
 
@@ -62,21 +62,21 @@ class ProposerState:
         for learner in self._learners:
             learner.learn(text[: self._prompt], text[self._prompt :])
 
-    def lookup(self, most: int, ends: Collection[int]) -> Guess:
+    def lookup(self, most: int, ends: Collection[int]) -> Proposal:
         """Return the lookup tokens with the most expected right tokens, up to the first of `ends`.
 
         At most `most` tokens, and never more than `FREE`.
         """
-        chosen, best = NO_GUESS, 0.0
+        chosen, best = NO_PROPOSAL, 0.0
         for source, reader in self._readers:
-            guess = reader.guess((), min(most, FREE))
-            end = next((i for i, token in enumerate(guess.tokens, start=1) if token in ends), len(guess.tokens))
-            expected = sum(accumulate(guess.chances[:end], mul))
+            proposal = reader.look_up((), min(most, FREE))
+            end = next((i for i, token in enumerate(proposal.tokens, start=1) if token in ends), len(proposal.tokens))
+            expected = sum(accumulate(proposal.chances[:end], mul))
             if expected > best:
-                best, chosen = expected, guess.cut(end, source)
+                best, chosen = expected, proposal.cut(end, source)
         return chosen
 
-    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
         """Return at most `most` lookup tokens after the text and then `drafted`, for the draft path's next pass.
 
         The proposer and the length maximise the expected tokens of the pass, one plus the right lookup tokens, over its
@@ -84,15 +84,15 @@ class ProposerState:
         """
         prices = self._ahead.prices
         most = min(most, len(prices) - 1)
-        chosen, best = NO_GUESS, 1.0 / prices[0]
+        chosen, best = NO_PROPOSAL, 1.0 / prices[0]
         for source, reader in self._readers:
-            guess = reader.guess(drafted, most)
+            proposal = reader.look_up(drafted, most)
             tokens = reach = 1.0
-            for n, chance in enumerate(guess.chances, start=1):
+            for n, chance in enumerate(proposal.chances, start=1):
                 reach *= chance
                 tokens += reach
                 if tokens > best * prices[n]:
-                    best, chosen = tokens / prices[n], guess.cut(n, source)
+                    best, chosen = tokens / prices[n], proposal.cut(n, source)
         return chosen
 
     def passes(self, drafted: Sequence[int], max_length: int) -> list[tuple[int, int]]:
@@ -102,10 +102,10 @@ class ProposerState:
         """
         passes, i = list[tuple[int, int]](), 0
         while i < len(drafted):
-            guess = self.guess(drafted[:i], max_length - i - 1).tokens
-            passes.append((i, 1 + len(guess)))
-            for guessed, token in zip([*guess, None], drafted[i:], strict=False):
+            proposal = self.look_up(drafted[:i], max_length - i - 1).tokens
+            passes.append((i, 1 + len(proposal)))
+            for predicted, token in zip([*proposal, None], drafted[i:], strict=False):
                 i += 1
-                if guessed != token:
+                if predicted != token:
                     break
         return passes

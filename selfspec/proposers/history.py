@@ -12,7 +12,7 @@ from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind, read_text
-from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
+from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
 from selfspec.proposers.lookup import FIRST
 from selfspec.proposers.suffix_automaton import NO_MATCH, SuffixAutomaton
 
@@ -132,14 +132,14 @@ class AnswersReader:
             self._chances.record(self._match.length, followed == [token])
         self._match = self._texts.extend(self._match, token)
 
-    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
         """Return what followed the longest matching suffix in the latest answer with it, up to that answer's end."""
         match = self._match
         for token in drafted:
             match = self._texts.extend(match, token)
         if not match.length or most < 1:
-            return NO_GUESS
+            return NO_PROPOSAL
         tokens = self._texts.continue_match(match, (), most)
         if _SEPARATOR in tokens:
             tokens = tokens[: tokens.index(_SEPARATOR)]
-        return Guess(tokens, [self._chances(match.length + i) for i in range(len(tokens))])
+        return Proposal(tokens, [self._chances(match.length + i) for i in range(len(tokens))])

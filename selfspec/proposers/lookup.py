@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
+from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
 from selfspec.proposers.suffix_automaton import SuffixAutomaton
 
 # Prior chances by the length of the repeated suffix, from 0; measured on SmolLM2's answers to chat prompts.
@@ -28,15 +28,15 @@ class LookupReader:
             self._chances.record(match.length, self._text.continue_match(match, (), 1) == [token])
         self._text.append(token)
 
-    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
         """Return what followed the latest earlier occurrence of the longest repeated suffix."""
         match = self._text.suffix()
         for token in drafted:
             match = self._text.extend(match, token)
         if not match.length or most < 1:
-            return NO_GUESS
+            return NO_PROPOSAL
         tokens = self._text.continue_match(match, drafted, most)
-        return Guess(tokens, [self._chances(match.length + i) for i in range(len(tokens))])
+        return Proposal(tokens, [self._chances(match.length + i) for i in range(len(tokens))])
 
 
 class Lookup:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_file, write_bytes
-from selfspec.proposers.base import NO_GUESS, AcceptanceStats, Guess
+from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
 
 REACH = 16  # longest match, in tokens
 VOTES = 16  # most matches that vote on a continuation
@@ -215,18 +215,20 @@ class StoreReader:
         """Record for some tokens whether the lookup token was right, then append the token."""
         self._read += 1
         if self._read % LEARNT == 0:
-            for guessed, strength in self._guesses((), 1):
-                self._chances.record(strength, guessed == token)
+            for predicted, strength in self._score_tokens((), 1):
+                self._chances.record(strength, predicted == token)
         self._end = [*self._end[1 - REACH :], token]
 
-    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
         """Return the majority continuation, token by token; only matches that agree so far vote."""
-        guesses = self._guesses(drafted, most)
+        scored_tokens = self._score_tokens(drafted, most)
         return (
-            Guess([token for token, _ in guesses], [self._chances(how) for _, how in guesses]) if guesses else NO_GUESS
+            Proposal([token for token, _ in scored_tokens], [self._chances(how) for _, how in scored_tokens])
+            if scored_tokens
+            else NO_PROPOSAL
         )
 
-    def _guesses(self, drafted: Sequence[int], most: int) -> list[tuple[int, int]]:
+    def _score_tokens(self, drafted: Sequence[int], most: int) -> list[tuple[int, int]]:
         """Return the lookup tokens, each with its match strength."""
         end = [*self._end, *drafted]
         if not end or most < 1:
@@ -234,16 +236,16 @@ class StoreReader:
         match = self._store.find(end)
         if not match.length:
             return []
-        places, guesses = self._store.continuations(match, most), list[tuple[int, int]]()
+        places, scored_tokens = self._store.continuations(match, most), list[tuple[int, int]]()
         for i in range(most):
             votes = Counter(place[i] for place in places if len(place) > i)
             if not votes:
                 break
             ((token, count),) = votes.most_common(1)
             agreed = 2 if count == len(places) > 1 else int(2 * count > len(places))
-            guesses.append((token, 3 * min(match.length + i, len(FIRST) // 3 - 1) + agreed))
+            scored_tokens.append((token, 3 * min(match.length + i, len(FIRST) // 3 - 1) + agreed))
             places = [place for place in places if place[i : i + 1] == (token,)]
-        return guesses
+        return scored_tokens
 
 
 class StoreProposer:

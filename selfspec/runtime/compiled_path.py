@@ -36,7 +36,7 @@ class _PathModule:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledPath:
-    """A draft path of one model: each layer's number, device, attention and MLP, where None is a bypassed sub-layer.
+    """A draft path of one model: each layer's number, device, attention and MLP, where None is a skipped sub-layer.
 
     `bytes` is the memory the path takes in addition to the model. `unquantized` names the parts that could not be
     quantised and run in full precision ("attention 3", "mlp 3", "head"). `native` runs the blocks and the last norm as
@@ -113,7 +113,7 @@ class Paths:
             if (sublayer[1], sublayer[0], BITS[sublayer[2]]) not in self._made
         )
         if fresh > _LONG:
-            _log.warning("bringing weights into few bits, %.1f GB of them ...", fresh / 1e9)
+            _log.warning("quantising %.1f GB of weights ...", fresh / 1e9)
 
         def quantized(i: int, part: SubLayer, mode: Mode) -> Any:
             if mode not in BITS:

@@ -210,7 +210,7 @@ class Runtime:
         default is causal, the slots up to its own. Keys and values are written before they are read. `rows` selects B
         cache rows. `logits` selects the tokens that the head is computed for. `hidden` selects the layers whose input
         residual streams are returned (the number of layers: the last output), `between` those whose streams between
-        attention and MLP are. A bypassed sub-layer adds nothing to the stream and writes no keys or values.
+        attention and MLP are. A skipped sub-layer adds nothing to the stream and writes no keys or values.
         """
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS

@@ -1,7 +1,7 @@
 """A runtime over the own forward of any causal `transformers` model whose layers have an attention and an MLP.
 
 Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
-the same way; the model reads and writes it through the `transformers` cache interface. A sub-layer is bypassed by an
+the same way; the model reads and writes it through the `transformers` cache interface. A sub-layer is skipped by an
 instance-level forward that returns zeros, set for one pass. No class is patched.
 """
 
@@ -26,7 +26,7 @@ from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import BITS, CompiledPath
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
-from selfspec.runtime.module_hooks import bypassing, capture_hidden, first_of
+from selfspec.runtime.module_hooks import capture_hidden, first_of, skipping
 from selfspec.runtime.paged import BlockTables
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import FULL, DraftPath, Mode
@@ -249,7 +249,7 @@ class GenericRuntime(Runtime):
             model_kwargs["logits_to_keep"] = 1
         compiled = path if isinstance(path, GenericPath) else self._full_path
         with (
-            bypassing(self._bypassed(compiled.skip)),
+            skipping(self._skipped(compiled.skip)),
             capture_hidden(self._structure, hidden, between) as (streams, halves),
         ):
             out = self.model(tokens, use_cache=True, return_dict=True, **model_kwargs).logits
@@ -273,7 +273,7 @@ class GenericRuntime(Runtime):
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
     ) -> Tensor:
-        """Return a sub-layer's output as `Runtime.branch` does, by a pass that bypasses all others and injects `x`."""
+        """Return a sub-layer's output as `Runtime.branch` does, by a pass that skips all others and injects `x`."""
         every = range(self.layers)
         others = SkipSet(
             tuple(i for i in every if (i, "attention") != (index, part)),
@@ -297,7 +297,7 @@ class GenericRuntime(Runtime):
                 hook.remove()
         return left[0] - x
 
-    def _bypassed(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
+    def _skipped(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
         """Return the sub-layers of a skip set, each with the length of its output tuple."""
         structure = self._structure
         parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]

@@ -14,7 +14,7 @@ from selfspec.models.structure import Structure
 
 
 @contextmanager
-def bypassing(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
+def skipping(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
     """Patch these sub-layers to return zeros; the int is the length of the output tuple, None a lone tensor."""
     before: list[tuple[nn.Module, Any]] = []
     try:

@@ -16,7 +16,7 @@ def skip_map(profile: Profile) -> str:
     layers, skip, path = profile.model.layers, profile.skip_set, profile.path
     columns = f"Each column is one of the model's {layers} layers, counted from 0."
     white = (
-        f"White sub-layers are bypassed while drafting: {len(skip.attention)} of {layers} attentions and "
+        f"White sub-layers are skipped while drafting: {len(skip.attention)} of {layers} attentions and "
         f"{len(skip.mlp)} of {layers} MLPs, {len(skip) / (2 * layers):.0%} of all."
     )
     sentences = [columns, white] if len(skip) or not path.low_precision else [columns]
@@ -55,8 +55,8 @@ def sensitivity(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.study_plots.sensitivity`."""
     known = frame[frame["gain"].notna()]
     what = (
-        f"Each cell is one part of the model, bypassed alone while always {frame['draft_tokens'].iloc[0]} tokens are "
-        "drafted: by how much that is faster or slower than bypassing nothing."
+        f"Each cell is one part of the model, skipped alone while always {frame['draft_tokens'].iloc[0]} tokens are "
+        "drafted: by how much that is faster or slower than skipping nothing."
     )
     if known.empty:
         return f"{what} There was no time to measure any."
@@ -65,7 +65,7 @@ def sensitivity(frame: pd.DataFrame) -> str:
     alone = f"{gaining} of {len(known)} pay on their own" if gaining else f"none of {len(known)} pays on its own"
     return (
         f"{what} The model needs {_part(worst)} most ({worst['gain']:+.0%}) and {_part(best)} least "
-        f"({best['gain']:+.0%}); {alone}. Bypassed together, parts bring more or less than their "
+        f"({best['gain']:+.0%}); {alone}. Skipped together, parts bring more or less than their "
         "sum, which is why sets are searched."
     )
 
@@ -147,7 +147,7 @@ def tokens_by_source(frame: pd.DataFrame) -> str:
     shares = [f"{row.share:.0%} came from {_named(str(row.source))}" for row in group.itertuples(index=False)]
     return (
         f"Of all tokens of {method} at temperature {temperature:g}, {_listed(shares)}; the others are the model's own. "
-        "A token that a proposer had guessed counts as the proposer's, also where the draft path checked it first."
+        "A token that a proposer had predicted counts as the proposer's, also where the draft path checked it first."
     )
 
 

@@ -41,7 +41,7 @@ LOOKS = {
     Origin.PLAIN: Look(),
     Origin.ACCEPTED_DRAFT: Look("#009e73", italic=True),
     Origin.ACCEPTED_CANDIDATE: Look("#0072b2", underline=True),
-    Origin.ACCEPTED_GUESS: Look("#56b4e9", italic=True, underline=True),
+    Origin.ACCEPTED_LOOKUP: Look("#56b4e9", italic=True, underline=True),
     Origin.CORRECTED: Look("#d55e00", bold=True),
     Origin.BONUS: Look("#cc79a7", bold=True, italic=True),
 }

@@ -96,11 +96,11 @@ def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label:
 def skip_section(profile: Profile) -> Section:
     """Return the section with the skip map."""
     path = profile.path
-    label = f"Skip map. Bypassed while drafting: {_of_layers(path.skip)}."
+    label = f"Skip map. Skipped while drafting: {_of_layers(path.skip)}."
     for mode, sublayers in path.quantized_sets:
         label += f" {WORDS[mode].capitalize()}: {_of_layers(sublayers)}."
     drawn = picture("skip", profile_plots.skip_map, profile, reading.skip_map(profile), label)
-    title = "How drafts run" if path.low_precision else "What is bypassed"
+    title = "How drafts run" if path.low_precision else "What is skipped"
     return Section("skip-map", title, pictures=(drawn,))
 
 
@@ -123,7 +123,7 @@ def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, plac
     else:
         notes.append("No draft costs are known, as these trials were timed: --objective replay tells them.")
     for name, draw, read, what in (
-        ("skipped", study_plots.speedup_against_skipped, reading.speedup_against_skipped, "Speedup against bypassed."),
+        ("skipped", study_plots.speedup_against_skipped, reading.speedup_against_skipped, "Speedup against skipped."),
         ("progress", study_plots.progress, reading.progress, "Best speedup against seconds."),
     ):
         text = read(trials)

@@ -190,13 +190,13 @@ def _positions(shares: Sequence[float], method: str, temperature: float) -> pd.D
 def skip_frame(profile: Profile) -> pd.DataFrame:
     """Return a frame with a row for each sub-layer of a profile's model, layers counted from 0.
 
-    `mode`: how it runs while drafting: `full`, `int8`, `int4` or `skip`; `bypassed`: whether the mode is `skip`.
+    `mode`: how it runs while drafting: `full`, `int8`, `int4` or `skip`; `skipped`: whether the mode is `skip`.
     """
     layers = profile.model.layers
     modes = profile.path.modes(layers)
     parts = [("attention", modes[:layers]), ("mlp", modes[layers:])]
     rows = [(layer, part, mode == "skip", mode) for part, row in parts for layer, mode in enumerate(row)]
-    return pd.DataFrame(rows, columns=["layer", "part", "bypassed", "mode"])
+    return pd.DataFrame(rows, columns=["layer", "part", "skipped", "mode"])
 
 
 def _ms(seconds: float | None) -> float | None:

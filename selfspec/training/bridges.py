@@ -1,6 +1,6 @@
-"""Bridges over bypassed layers in closed form: ridge regression, from front to back (after ReplaceMe, 2505.02819).
+"""Bridges over skipped layers in closed form: ridge regression, from front to back (after ReplaceMe, 2505.02819).
 
-Each bridge maps the draft's own stream before a run of bypassed layers to the target's stream after the run.
+Each bridge maps the draft's own stream before a run of skipped layers to the target's stream after the run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def fit_bridges(
     rank: int | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Trained:
-    """Fit bridges over the runs of layers that `path` bypasses whole; `rank` limits their rank.
+    """Fit bridges over the runs of layers that `path` skips whole; `rank` limits their rank.
 
     They are added to what the path `began` with. `on_progress` receives the number of finished bridges. Raises
     `SelfspecError` for a rank above the width of the stream.

@@ -51,7 +51,7 @@ def weights(layers: int, exits: Sequence[int], drafting: int) -> list[float]:
 class LayerSkipLearner(DistillLearner):
     """A copy of the model under training, so that its head can also read the streams of early layers.
 
-    Each step, layer dropout bypasses layers per text, later ones more often. The loss is that of the last layer, of the
+    Each step, layer dropout skips layers per text, later ones more often. The loss is that of the last layer, of the
     exit for drafting, and of one in eight other exits in rotation: the divergence from the original model's
     distributions (the paper uses the next token as the target). `layers`: the number of layers before the exit for
     drafting, by default a fifth of the model's.
@@ -159,5 +159,5 @@ def write_layerskip(
 def early_exit(layers: int, exit_layer: int, mode: Literal["full", "int8"]) -> DraftPath:
     """Return the path that exits after `exit_layer` of a model's `layers` layers."""
     run: list[Mode] = [mode] * exit_layer
-    bypassed: list[Mode] = ["skip"] * (layers - exit_layer)
-    return DraftPath.from_modes([*run, *bypassed, *run, *bypassed], head=mode)
+    skipped: list[Mode] = ["skip"] * (layers - exit_layer)
+    return DraftPath.from_modes([*run, *skipped, *run, *skipped], head=mode)

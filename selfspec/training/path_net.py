@@ -1,4 +1,4 @@
-"""A trainable draft path through the model's own modules: some bypassed, some quantised with a low-rank update.
+"""A trainable draft path through the model's own modules: some skipped, some quantised with a low-rank update.
 
 Only the updates are trained. Gradients pass straight through the rounding (Bengio et al. 1308.3432).
 """
@@ -41,7 +41,7 @@ class _StepCache:
 
 
 class _ZeroSubLayer(nn.Module):
-    """The replacement of a bypassed sub-layer, which returns zeros."""
+    """The replacement of a skipped sub-layer, which returns zeros."""
 
     def __init__(self, *, returns_tuple: bool) -> None:
         """Initialise; `returns_tuple`: whether the sub-layer returns a second output."""
@@ -123,7 +123,7 @@ class PathNet(nn.Module):
             self._layers.append(twin)
         if not self._changed:
             raise SelfspecError(
-                "the profile's path runs nothing in few bits, which adapters change; expected one that does"
+                "the profile's path has no quantised sub-layers, which adapters change; expected a path that has some"
             )
         self._bridges = {end: bridge for (_, end), bridge in trained.bridges.items()}
         self.to(runtime.device)

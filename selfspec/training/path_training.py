@@ -46,7 +46,7 @@ class ProfilePath:
         path = draft_path(runtime, spec, profile)
         if kind == "bridge" and not path.runs(runtime.layers):
             raise SelfspecError(
-                "the profile's path bypasses no whole layer, which bridges are over; expected one that does"
+                "the profile's path skips no whole layer, which bridges are over; expected one that does"
             )
         had = Trained() if spec.trained is None else trained_of(runtime, read_part(profile.part_path(spec.trained)))
         return cls(profile, path, had)
@@ -81,7 +81,7 @@ def bridged(
     options: TrainOptions,
     callbacks: TrainingCallbacks,
 ) -> tuple[PartFile, Progress]:
-    """Fit bridges over all layers that the path bypasses whole; they replace its present ones."""
+    """Fit bridges over all layers that the path skips whole; they replace its present ones."""
     begun, runs = time.perf_counter(), own.path.runs(llm.runtime.layers)
     callbacks.stage("fitting", len(runs))
     trained = fit_bridges(

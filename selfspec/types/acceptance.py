@@ -16,7 +16,7 @@ from selfspec.basics.checked_model import Data
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.costs import WIDER, CostModel
 from selfspec.types.draft_path import DraftPath, as_path
-from selfspec.types.draft_work import DRAFT_STEP, GUESS, HEAD_STEP, DraftCall, Work
+from selfspec.types.draft_work import DRAFT_STEP, HEAD_STEP, LOOKUP_CALL, DraftCall, Work
 from selfspec.types.limits import MOST_ROWS
 from selfspec.types.skip import SkipSet
 
@@ -104,7 +104,7 @@ class PayoffModel:
         return sum(calls * self._price(part) for part, calls in work)
 
     def _price(self, part: DraftCall) -> float:
-        if part in (GUESS, HEAD_STEP):
+        if part in (LOOKUP_CALL, HEAD_STEP):
             return self.head if part == HEAD_STEP else 0.0
         known = self.wider or (self.draft,)
         return known[part.rows - 1] if part.name == DRAFT_STEP.name and part.rows <= len(known) else 1.0

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from selfspec.basics.checked_model import Data, Positive, Rate, Seconds
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.draft_path import DraftPath, LowMode, Mode, as_path
-from selfspec.types.draft_work import GUESS, DraftCall, Work, draft_pass
+from selfspec.types.draft_work import LOOKUP_CALL, DraftCall, Work, draft_pass
 from selfspec.types.skip import SkipSet
 
 WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps over 2, 3, .. tokens
@@ -120,7 +120,7 @@ class CostModel(Data):
     def call_costs(self, draft: float) -> dict[DraftCall, float]:
         """Return the seconds of one call of each part of draft work, given `draft` for a step over one token."""
         steps = {draft_pass(rows): seconds for rows, seconds in enumerate(self.passes(draft), start=1)}
-        return {GUESS: 0.0, **steps}
+        return {LOOKUP_CALL: 0.0, **steps}
 
     def verification(self, rows: int) -> float:
         """Return the seconds of a verification pass of `rows` rows, linear between measured widths and beyond the last.

@@ -19,14 +19,14 @@ LowMode = Literal["int8", "int4"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # each reads fewer bytes than the one before it
 LOW: tuple[LowMode, ...] = get_args(LowMode)
 SIGNS: dict[Mode, str] = {"full": "#", "int8": "8", "int4": "4", "skip": "."}  # in skip maps
-WORDS: dict[Mode, str] = {"full": "in full", "int8": "in 8 bits", "int4": "in 4 bits", "skip": "bypassed"}
+WORDS: dict[Mode, str] = {"full": "in full", "int8": "in int8", "int4": "in int4", "skip": "skipped"}
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPath:
     """A draft path: the mode of each sub-layer and of the head while drafting; sub-layers not listed run in full.
 
-    `skip`: the skip set, bypassed sub-layers. `int8` and `int4`: the sub-layers that run with int8 or int4 weights.
+    `skip`: the skip set, skipped sub-layers. `int8` and `int4`: the sub-layers that run with int8 or int4 weights.
     `head`: the mode of the head. `vocabulary`: the only tokens whose logits the head computes; None: all. `trained`:
     the name of the trained additions, as registered with a runtime (`Runtime.learn`); None: none. Raises
     `SelfspecError` for a sub-layer with two modes, a skipped head, and a vocabulary that is empty or has a repeated or

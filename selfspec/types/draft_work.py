@@ -22,10 +22,10 @@ DRAFT_PATH, DRAFT_MODEL, RECYCLED = "draft path", "draft model", "recycle"
 INPUT, JACOBI, LOOKAHEAD = "input", "jacobi", "lookahead"
 DRAFT_STEP = DraftCall("draft step")  # one token through a draft path
 HEAD_STEP = DraftCall("head step")  # one step of a trained draft head below a draft path
-GUESS = DraftCall("guess")  # a lookup, without a model's pass
+LOOKUP_CALL = DraftCall("lookup")  # a lookup, without a model's pass
 Work = tuple[tuple[DraftCall, int], ...]  # each kind of call once, with its number of calls; () costs nothing
 NO_WORK: Work = ()
-GUESSED: Work = ((GUESS, 1),)
+LOOKUP_WORK: Work = ((LOOKUP_CALL, 1),)
 
 
 def steps_of(drafted: int) -> Work:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from selfspec.types.draft_work import GUESSED
+from selfspec.types.draft_work import LOOKUP_WORK
 from selfspec.types.stats import Round
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class Origin(StrEnum):
     PLAIN = "plain"
     ACCEPTED_DRAFT = "accepted draft"
     ACCEPTED_CANDIDATE = "accepted candidate"
-    ACCEPTED_GUESS = "accepted guess"
+    ACCEPTED_LOOKUP = "accepted lookup"
     CORRECTED = "corrected"
     BONUS = "bonus"
 
@@ -34,7 +34,7 @@ _MEANINGS = {
     Origin.PLAIN: "the model's own, nothing was drafted",
     Origin.ACCEPTED_DRAFT: "drafted, and accepted",
     Origin.ACCEPTED_CANDIDATE: "another candidate, and accepted",
-    Origin.ACCEPTED_GUESS: "what followed before, and accepted",
+    Origin.ACCEPTED_LOOKUP: "what followed before, and accepted",
     Origin.CORRECTED: "the model's own, for a rejected one",
     Origin.BONUS: "the model's own, after a whole draft",
 }
@@ -88,7 +88,7 @@ def origins(done: Round) -> list[Origin]:
     first: dict[int, int] = {}  # by parent: its first child
     for node, parent in enumerate(done.parents):
         first.setdefault(parent, node)
-    drafted = Origin.ACCEPTED_GUESS if done.work == GUESSED else Origin.ACCEPTED_DRAFT
+    drafted = Origin.ACCEPTED_LOOKUP if done.work == LOOKUP_WORK else Origin.ACCEPTED_DRAFT
     result = [drafted if first[done.parents[node]] == node else Origin.ACCEPTED_CANDIDATE for node in done.path]
     result.append(Origin.CORRECTED if _last(done.path) in first else Origin.BONUS)
     return result[: done.tokens]

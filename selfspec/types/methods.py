@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 # Drafting methods that need no profile: the name determines all settings.
 FREE: Mapping[str, Mapping[str, object]] = {
-    "lookup": {"kind": "guesses"},
+    "lookup": {"kind": "lookup"},
     "recycle": {"kind": "recycle"},
     "input": {"kind": "input"},
     "jacobi": {"kind": "jacobi", "method": "jacobi"},

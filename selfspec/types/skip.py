@@ -1,4 +1,4 @@
-"""Skip sets: the attention and MLP sub-layers that are bypassed while drafting. Does not import torch."""
+"""Skip sets: the attention and MLP sub-layers that are skipped while drafting. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from selfspec.basics.errors import SelfspecError
 
 @dataclass(frozen=True, slots=True)
 class SkipSet:
-    """The sub-layers to bypass, by layer index from 0, attention and MLP separately.
+    """The sub-layers to skip, by layer index from 0, attention and MLP separately.
 
     Indices are kept sorted. Raises `SelfspecError` for a negative, repeated or non-integer index.
     """
@@ -33,7 +33,7 @@ class SkipSet:
             object.__setattr__(self, part, tuple(sorted(indices)))
 
     def __len__(self) -> int:
-        """Return the number of bypassed sub-layers."""
+        """Return the number of skipped sub-layers."""
         return len(self.attention) + len(self.mlp)
 
     def check(self, layers: int, *, mode: str = "skip") -> None:
@@ -46,7 +46,7 @@ class SkipSet:
                 )
 
     def bits(self, layers: int) -> tuple[bool, ...]:
-        """Return `2 * layers` booleans: attention of layers 0.., then MLP of layers 0.. (true: bypassed)."""
+        """Return `2 * layers` booleans: attention of layers 0.., then MLP of layers 0.. (true: skipped)."""
         self.check(layers)
         attention, mlp = set(self.attention), set(self.mlp)
         return (*(i in attention for i in range(layers)), *(i in mlp for i in range(layers)))

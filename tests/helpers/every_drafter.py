@@ -62,7 +62,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
     to_train = DraftPath(SkipSet((1,), (1,)), int8=SkipSet((0,), (0,)), head="int8")
     words = tuple(range(vocabulary - 1))
     few_words = words[1:] if vocabulary < 5 else words[::2]
-    guesses = ProposerChain([Lookup(), Adding(vocabulary, 0.3)], (1.0, 1.1, 1.15, 1.2))
+    proposals = ProposerChain([Lookup(), Adding(vocabulary, 0.3)], (1.0, 1.1, 1.15, 1.2))
     by_rate = partial(RateOptimal, floor=0.1, payoff=PayoffModel(0.2))
     store = partial(_store, vocabulary)
 
@@ -98,10 +98,10 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
             _other(vocabulary, 1, 3),
             FixedK(3),
             path=DraftPath.from_modes(["int8"] * 2, head="int8"),
-            proposer_chain=guesses,
+            proposer_chain=proposals,
         ),
         "draft model of other tokens": other_model(2, candidates=2),
-        "draft model of other tokens, lookup": other_model(4, proposer_chain=guesses),
+        "draft model of other tokens, lookup": other_model(4, proposer_chain=proposals),
         "same model": lambda runtime: ModelDrafter(runtime, runtime.with_new_cache(rows=runtime.rows), FixedK(3)),
         "skip, fixed": lambda runtime: skipping(runtime, skip, FixedK(3)),
         "skip, static": lambda runtime: skipping(runtime, skip, StaticThreshold(0.3, 5)),
@@ -115,9 +115,9 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
             runtime, learnt(runtime, to_train), StaticThreshold(0.2, 5), candidates=2
         ),
         "guarded": lambda runtime: Guard(skipping(runtime, skip, FixedK(3), candidates=2), payoff=PayoffModel(0.1)),
-        "lookup below": lambda runtime: skipping(runtime, skip, AdaptiveThreshold(k_max=6), proposer_chain=guesses),
+        "lookup below": lambda runtime: skipping(runtime, skip, AdaptiveThreshold(k_max=6), proposer_chain=proposals),
         "lookup below, candidates": lambda runtime: skipping(
-            runtime, low, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, proposer_chain=guesses
+            runtime, low, StaticThreshold(0.3, 4), candidates=3, confidence=BY_GAP, proposer_chain=proposals
         ),
         "store below": lambda runtime: skipping(
             runtime, low, StaticThreshold(0.3, 4), candidates=3, proposer_chain=ProposerChain([store()], (1.0,) * 4)
@@ -154,9 +154,9 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         ),
         "eagle": head("eagle", 4),
         "eagle, candidates": lambda runtime: HeadDrafter(
-            random_head(runtime, words), StaticThreshold(0.05, 4), candidates=3, proposer_chain=guesses
+            random_head(runtime, words), StaticThreshold(0.05, 4), candidates=3, proposer_chain=proposals
         ),
-        "eagle below": below("eagle", proposer_chain=guesses),
+        "eagle below": below("eagle", proposer_chain=proposals),
         "mtp below": below("mtp"),
         "medusa": head("medusa", 4, candidates=2),
         "hydra": head("hydra", 3),
@@ -169,7 +169,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
 KINDS = {  # of drafts in a profile, each with the drafters of the table that are of it
     "plain": ("plain",),
     "layer-skip": ("skip, fixed", "skip, adaptive", "skip, rate", "int8", "trained path", "lookup below"),
-    "guesses": ("lookup", "store"),
+    "lookup": ("lookup", "store"),
     "recycle": ("recycle",),
     "input": ("input",),
     "jacobi": ("jacobi", "jacobi in blocks", "jacobi, hybrid"),

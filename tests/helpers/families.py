@@ -25,7 +25,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-SIZES = {**OF_ALL, "num_hidden_layers": 3, "intermediate_size": 64}  # whole groups of weights in 4 bits
+SIZES = {**OF_ALL, "num_hidden_layers": 3, "intermediate_size": 64}  # whole groups of weights in int4
 WINDOW = 9  # shorter than the texts of tests
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PARTIAL = {**ROPE, "partial_rotary_factor": 0.5}

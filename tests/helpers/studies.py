@@ -15,7 +15,7 @@ from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 
-# A plain step takes 10 s, and so does a draft step that bypasses nothing; five rows are verified in 15 s.
+# A plain step takes 10 s, and so does a draft step that skips nothing; five rows are verified in 15 s.
 COSTS = CostModel(context=9, base=2.0, attention=1.0, mlp=3.0, widths=[1, 5], verify=[10.0, 15.0], round=0.0)
 SETTINGS = {
     "name": "a <script>alert(1)</script> model",

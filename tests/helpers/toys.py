@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from selfspec.proposers.base import Guess
+from selfspec.proposers.base import Proposal
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
 from selfspec.speculation.drafter import Limit
@@ -312,9 +312,9 @@ class AddingReader:
     def append(self, token: int) -> None:
         self.sum += token
 
-    def guess(self, drafted: Sequence[int], most: int) -> Guess:
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
         total, tokens = self.sum + sum(drafted), list[int]()
         while len(tokens) < most:
             tokens.append(total % self.of.vocabulary)
             total += tokens[-1]
-        return Guess(tokens, [self.of.chance] * most)
+        return Proposal(tokens, [self.of.chance] * most)

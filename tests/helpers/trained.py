@@ -13,7 +13,7 @@ from selfspec.types.draft_path import DraftPath
 
 
 def random_trained(runtime: Runtime, path: DraftPath, *, rank: int | None = None, seed: int = 0, size: float = 0.1):
-    """A bridge over every run of layers that a path bypasses, whole or of a rank, and an update of everything else."""
+    """A bridge over every run of layers that a path skips, whole or of a rank, and an update of everything else."""
     generator = torch.Generator().manual_seed(seed)
     hidden, dtype = runtime.skeleton.sizes.hidden, runtime.dtype
 

@@ -48,13 +48,13 @@ def paths(layers: int, vocabulary: tuple[int, ...], found: DraftPath | None) -> 
     other = SkipSet(all_layers[layers // 2 :], all_layers[layers // 2 :])
     int8 = DraftPath(int8=everything, head="int8")
     named = {
-        "every fourth layer bypassed": DraftPath(SkipSet(all_layers[1:-1:4], all_layers[1:-1:4])),
+        "every fourth layer skipped": DraftPath(SkipSet(all_layers[1:-1:4], all_layers[1:-1:4])),
         "8 bits": int8,
         "8 bits, the head in full": replace(int8, head="full"),
         "8 bits, a quarter of the vocabulary": replace(int8, vocabulary=vocabulary),
         "4 bits, the head in 8": DraftPath(int4=everything, head="int8"),
-        f"8 bits, {len(some)} attention bypassed": DraftPath(some, int8=rest, head="int8"),
-        "first half in 4 bits, the rest in 8": DraftPath(int4=half, int8=other, head="int8"),
+        f"8 bits, {len(some)} attention skipped": DraftPath(some, int8=rest, head="int8"),
+        "first half in int4, the rest in 8": DraftPath(int4=half, int8=other, head="int8"),
     }
     return named if found is None else named | {"the profile's": found}
 

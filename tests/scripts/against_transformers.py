@@ -3,7 +3,7 @@
     python tests/scripts/against_transformers.py --model smollm2-135m --prompts chats.jsonl --limit 40 --out found.json
 
 Greedy; the prompts are a user's messages (JSON lines with `prompt`, or Spec-Bench's `turns`), the held-out chat prompts
-that come with selfspec when left out. Drafted: the profile, else every second layer bypassed. A near-tie is a
+that come with selfspec when left out. Drafted: the profile, else every second layer skipped. A near-tie is a
 difference where the two tokens' logits are no further apart than rounding explains (`selfspec.measure.audit`); anything
 else is a bug, and the exit code is 1.
 """

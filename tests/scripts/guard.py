@@ -3,7 +3,7 @@
     python tests/scripts/guard.py --out tests/scripts/guard.json
 
 Over 100 and 500 tokens: a model of random weights, of which hardly a draft is right; profiles whose draft is never
-right (it drafts one token that the text does not have), half of the layers bypassed, or all in 8 bits with guesses
+right (it drafts one token that the text does not have), half of the layers skipped, or all in int8 with guesses
 below; and a machine on which every pass takes twice as long
 from the middle of the text on. `free` is the same drafter without the guard. Other users of a machine disturb single
 runs by more than the guard is allowed, so the shortest of several runs counts, and plain decoding is compared with
@@ -57,7 +57,7 @@ def never_right(llm: LLM) -> tuple[LLM, Profile]:
 
 
 def never_right_in_few_bits(llm: LLM) -> tuple[LLM, Profile]:
-    """The same of a path in 8 bits, with guesses below it."""
+    """The same of a path in int8, with guesses below it."""
     path = DraftPath.from_modes(["int8"] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
     return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(path, _fixed(6), proposers=[ProposerSpec()]))
 
@@ -128,7 +128,7 @@ def main() -> None:
     cases: dict[str, Callable[[LLM], tuple[LLM, Profile]]] = {
         "random weights": random_weights,
         "never right": never_right,
-        "never right, in 8 bits": never_right_in_few_bits,
+        "never right, in int8": never_right_in_few_bits,
         "twice as slow from the middle on": slowed,
     }
     found: dict[str, Any] = {**conditions(llm.runtime), "prompts": PROMPTS, "cases": {}}

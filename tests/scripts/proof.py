@@ -40,7 +40,7 @@ from selfspec.types.stats import Stats
 TOKENS = 32
 HEADS: tuple[HeadMode, ...] = ("full", "int8", "int4")
 BY_GAP = Confidence(bias=1.0, probability=0.2, gap=0.8)
-OF_THE_PATH = ("skipped", "in 8 bits", "in 4 bits")
+OF_THE_PATH = ("skipped", "in int8", "in int4")
 
 
 def skip_sets() -> dict[str, SkipSet]:
@@ -54,7 +54,7 @@ def skip_sets() -> dict[str, SkipSet]:
 
 
 def quantized_drafts() -> dict[str, DraftPath]:
-    """Everything in 8 bits, and in 4; and random paths, any sub-layer and the head in any mode."""
+    """Everything in int8, and in 4; and random paths, any sub-layer and the head in any mode."""
     draw = random.Random(1)
     made = {f"all {mode}": DraftPath.from_modes([mode] * 32, head=mode) for mode in LOW}
     for number in range(10):
@@ -88,8 +88,8 @@ def part(prompts: list[str], kind: str) -> dict[str, dict[str, float]]:
                 different += generation.tokens != expected
             counts[f"{name}, {controller}"] = {
                 "skipped": len(path.skip),
-                "in 8 bits": len(path.int8),
-                "in 4 bits": len(path.int4),
+                "in int8": len(path.int8),
+                "in int4": len(path.int4),
                 "texts": len(prompts),
                 "different": different,
                 "tokens": total.tokens,

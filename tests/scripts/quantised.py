@@ -88,10 +88,10 @@ def main() -> None:
     for name, load in loads.items():
         llm = load()
         llm.name = name
-        guesses = llm.drafter_for(lookup)
+        proposals = llm.drafter_for(lookup)
         ways: dict[str, Callable[..., Any]] = {
             "plain": lambda llm, chat, **how: llm.chat(chat, **how),
-            "lookup": lambda llm, chat, drafter=guesses, **how: llm.chat(chat, drafter=drafter, **how),
+            "lookup": lambda llm, chat, drafter=proposals, **how: llm.chat(chat, drafter=drafter, **how),
         }
         paths = {"skips": (DraftPath(SKIPS), 2)}
         for bits in ("int8", "int4"):

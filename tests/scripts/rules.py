@@ -34,7 +34,7 @@ def main() -> None:
         "chains of 4": (FixedK(4), 1),
         "chains of 4, 3 candidates": (FixedK(4), 3),
     }
-    print(f"{len(prompts)} held-out prompts x {options.max_new_tokens} tokens, {len(skip)} sub-layers bypassed")
+    print(f"{len(prompts)} held-out prompts x {options.max_new_tokens} tokens, {len(skip)} sub-layers skipped")
     print("| temperature | drafts | " + " | ".join(RULES) + " |")
     print("|---|---|" + "---|" * len(RULES))
     for temperature in (0.8, 1.0):

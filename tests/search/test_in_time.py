@@ -124,7 +124,7 @@ def test_with_no_time_at_all_nothing_is_tried_and_the_profile_says_so(llm, clock
 
 
 def test_without_time_to_rank_sub_layers_likely_sets_are_told_otherwise(llm, clock, tmp_path):
-    """What is bypassed then is what changes the residual stream least; with more time the ranking is made up for."""
+    """What is skipped then is what changes the residual stream least; with more time the ranking is made up for."""
     place = tmp_path / "trials.jsonl"
     watch = Events(clock, stages={"ranking sub-layers": 1e3})
     search(llm, Budget(600, clock=clock), watch, storage=place)
@@ -146,7 +146,7 @@ def test_all_sub_layers_are_ranked_on_as_many_places(llm, clock, monkeypatch):
     monkeypatch.setattr(prepare.ReplayObjective, "gain", gain)
     budget = Budget(200, clock=clock)
     search(llm, budget)
-    assert len(shares) == 1 + 1 + 2 * llm.runtime.layers, "with nothing bypassed, too"
+    assert len(shares) == 1 + 1 + 2 * llm.runtime.layers, "with nothing skipped, too"
     assert shares[0] > shares[1]
     assert len({*shares[1:]}) == 1
     assert budget.spent < 200

@@ -85,7 +85,7 @@ def test_passes_are_those_of_real_decoding(llm64, runtime, seeds, candidates):
             assert new == list(text.tokens[text.prompt_length :])
             assert mine.rounds == Counter((o.draft.work, 1 + len(o.draft)) for o in outcomes)
             seen.update(part.name if part.rows == 1 else "wide" for o in outcomes for part, _ in o.draft.work)
-    assert {"wide", "draft step", "guess"} <= seen
+    assert {"wide", "draft step", "lookup"} <= seen
 
 
 def test_what_is_spared():

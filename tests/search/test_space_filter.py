@@ -29,7 +29,7 @@ def test_whatever_can_be_rounded_may_be(llm):
     assert supported_choices(llm, ("full", "int4", "skip"), memory=0.3).head == ["full", "int4"]
 
 
-def test_without_memory_drafts_bypass_or_run_in_full(llm):
+def test_without_memory_drafts_skip_or_run_in_full(llm):
     assert supported_choices(llm, MODES, memory=0.0) == Choices(modes=["full", "skip"], head=["full"])
 
 
@@ -67,4 +67,4 @@ def test_memory_is_a_share_of_the_models(dtype, limit):
     held = llm.runtime.compile(path).bytes
     assert memory.share(path) == pytest.approx(held / sum(p.numel() * p.element_size() for p in model.parameters()))
     assert memory.excess(path) == pytest.approx(memory.share(path) - limit)
-    assert MemoryBudget.from_llm(llm, 0.0).excess(DraftPath(everything)) <= 0, "what is bypassed takes nothing"
+    assert MemoryBudget.from_llm(llm, 0.0).excess(DraftPath(everything)) <= 0, "what is skipped takes nothing"

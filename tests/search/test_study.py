@@ -108,7 +108,7 @@ def test_a_search_saves_what_it_found(llm, clockless, unbridged):
         ("ranking sub-layers", 2 * llm.runtime.layers + 1),
         ("planning likely sets", None),
         ("searching", 12),
-        ("trying bridges over bypassed layers", None),
+        ("trying bridges over skipped layers", None),
         ("trying smaller draft vocabularies", None),
         ("continuing other prompts", 2 * 12),
         ("choosing among the best few", FINALISTS),

@@ -53,7 +53,7 @@ def test_no_trials_yet():
 
 
 def test_sensitivity():
-    """Two tokens drafted with nothing bypassed: three tokens come in 2 * 10 + 12.5 s, where plain decoding takes 30."""
+    """Two tokens drafted with nothing skipped: three tokens come in 2 * 10 + 12.5 s, where plain decoding takes 30."""
     assert (COSTS.plain, COSTS.draft(SkipSet(), 2), COSTS.verification(3), ALONE) == (10, 10, 12.5, 2)
     frame = sensitivity_frame(small_study())
     assert list(zip(frame["layer"], frame["part"], strict=True)) == [

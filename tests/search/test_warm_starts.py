@@ -35,7 +35,7 @@ def test_the_first_k():
 
 
 def test_likely_paths_begin_with_few_bits():
-    """Then a few of what is left out or reads still less, the rest in 8 bits; then Draft & Verify's."""
+    """Then a few of what is left out or reads still less, the rest in int8; then Draft & Verify's."""
     space = Space(10, modes=MODES, head=("full", "int8"))
     gains = tuple(
         (0.0, 1.0, *((0.9 - i / 100, 0.8 - i / 100) if len(of) > 2 else ())) for i, of in enumerate(space.choices)

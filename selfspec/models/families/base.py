@@ -135,7 +135,7 @@ class Block:
         return replace(self, attention=attention or self.attention, mlp=mlp or self.mlp)
 
     def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
-        """Return the sub-layers to run; None: bypassed.
+        """Return the sub-layers to run; None: skipped.
 
         In a family whose sub-layers both read the layer's input (parallel residual), the MLP must not read what
         attention has just added: if both run, the returned MLP takes the normalised rows that attention's norm has left

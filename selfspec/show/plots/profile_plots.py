@@ -18,7 +18,7 @@ from selfspec.show.plots.style import BLUE, DASHES, MARKS, SERIES, SKY, WIDTH, s
 from selfspec.types.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
 
 COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # ever lighter in print
-_MODE_LABELS: dict[Mode, str] = {"full": "in full", "int8": "8: in 8 bits", "int4": "4: in 4 bits", "skip": "bypassed"}
+_MODE_LABELS: dict[Mode, str] = {"full": "in full", "int8": "8: int8", "int4": "4: int4", "skip": "skipped"}
 _FURTHER = 4  # candidates whose acceptance is plotted
 _LEGIBLE = 0.09  # smallest cell in inches with a sign
 
@@ -49,8 +49,8 @@ def _signs(grid: Grid, modes: NDArray[Any]) -> None:
 
 
 def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
-    """Return the legend; a path that only bypasses sub-layers always lists both colours."""
-    words: dict[Mode, str] = {"full": "runs", "skip": "bypassed while drafting"}
+    """Return the legend; a path that only skips sub-layers always lists both colours."""
+    words: dict[Mode, str] = {"full": "runs", "skip": "skipped while drafting"}
     head: dict[Mode, str] = {}
     if path.low_precision:
         words = {mode: label for mode, label in _MODE_LABELS.items() if mode in used}

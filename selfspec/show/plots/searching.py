@@ -38,7 +38,7 @@ def races(frame: pd.DataFrame) -> Figure:
 
 
 def importances(frame: pd.DataFrame) -> Figure:
-    """Plot how much each sub-layer explains of the trials' speedups; `+` where bypassing it correlates with more.
+    """Plot how much each sub-layer explains of the trials' speedups; `+` where skipping it correlates with more.
 
     `frame`: as returned by `selfspec.search.analysis.contests.importance`.
     """
@@ -57,7 +57,7 @@ def importances(frame: pd.DataFrame) -> Figure:
                 axes.text(row.layer, parts.index(row.part), sign, ha="center", va="center", color=colour, fontsize=8)
         bar = grid.figure.colorbar(shown[0], ax=grid.axes, aspect=8, pad=0.02, format=PercentFormatter(1, decimals=0))
         bar.outline.set_visible(False)
-        grid.axes[0].set_title("share of the speedups' variance that bypassing it explains", fontsize=9.5)
+        grid.axes[0].set_title("share of the speedups' variance that skipping it explains", fontsize=9.5)
     return grid.figure
 
 

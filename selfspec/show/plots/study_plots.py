@@ -20,7 +20,7 @@ _WRITTEN = 0.3  # smallest cell in inches with a written value
 
 
 def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot a heat map of `gain`: the change in drafting speed with one sub-layer alone bypassed; grey if unknown."""
+    """Plot a heat map of `gain`: the change in drafting speed with one sub-layer alone skipped; grey if unknown."""
     layers = int(frame["layer"].max()) + 1
     parts = [part for part in ("layer", "attention", "mlp") if part in set(frame["part"])]
     gains = np.full((len(parts), layers), np.nan)
@@ -34,7 +34,7 @@ def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
         for axes in grid.axes:
             axes.set_facecolor("#DDDDDD")
         bar = grid.figure.colorbar(shown[0], ax=grid.axes, aspect=8, pad=0.02, format=FuncFormatter(_percent))
-        grid.axes[0].set_title("speed of drafts with one part alone bypassed, against none", fontsize=9.5)
+        grid.axes[0].set_title("speed of drafts with one part alone skipped, against none", fontsize=9.5)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=8)
         for axes, (first, last) in zip(grid.axes, grid.blocks(), strict=True):
@@ -69,7 +69,7 @@ def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the trials' predicted speedup against their number of bypassed sub-layers; a line joins the best."""
+    """Plot the trials' predicted speedup against their number of skipped sub-layers; a line joins the best."""
     completed = frame[~frame["pruned"]]
     best = completed.loc[completed.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
     with styled():
@@ -77,7 +77,7 @@ def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Fig
         _trials(axes, frame, "skipped", "speedup")
         axes.plot(best["skipped"], best["speedup"], color=BLUE, marker="o", label="best of its number")
         _fastest(axes, frame, "skipped", "speedup")
-        axes.set_xlabel("sub-layers bypassed while drafting")
+        axes.set_xlabel("sub-layers skipped while drafting")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _speedup(axes)
         _legend(axes)

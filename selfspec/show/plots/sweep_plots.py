@@ -1,4 +1,4 @@
-"""Plots of the speedup against the number of bypassed sub-layers."""
+"""Plots of the speedup against the number of skipped sub-layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def speedup_curves(
     by: str = "temperature",
     title: str = "temperature {}",
 ) -> Figure:
-    """Plot predicted speedup over plain decoding by the number of bypassed sub-layers; axes for each value of `by`.
+    """Plot predicted speedup over plain decoding by the number of skipped sub-layers; axes for each value of `by`.
 
     `rows`: as returned by `search.analysis.sweep.sweep`. Columns `measured`, `low` and `high`, if present, are drawn as
     open markers with 95% intervals, and `bound` as a line. `families`: the families to draw, in order; all by default.
@@ -35,7 +35,7 @@ def speedup_curves(
         for ax, value in zip(axes, values, strict=True):
             _curves(ax, rows[rows[by] == value], numbers)
             ax.set_title(title.format(value))
-            ax.set_xlabel("sub-layers bypassed")
+            ax.set_xlabel("sub-layers skipped")
         axes[0].set_ylabel(f"{'speedup' if 'measured' in rows else 'predicted speedup'} over plain decoding")
         reference(axes[-1], 1, "plain\ndecoding")
         handles = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}

@@ -89,7 +89,7 @@ class TestSweep:
             assert set(score.path.modes(16)) <= {"int8", "skip"}
             assert score.path.head == "int8"
             assert cost == pytest.approx((0.1 + 0.01 * (32 - skipped)) / 1.02)
-        assert set(found["rest"]) == {"the rest in 8 bits"}
+        assert set(found["rest"]) == {"the rest in int8"}
         assert list(found[found["family"] == sweep.GREEDY]["skipped"]) == [2, 4]
 
     def test_no_prompts(self, whole):

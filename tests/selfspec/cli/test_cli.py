@@ -533,7 +533,7 @@ class TestProfile:
         code, out, _ = cli("profile", "show", profile_file)
         assert code == 0
         assert "layer      0123456789012345\nattention  ###.#.###.######\nmlp        #######.###.####\n" in out
-        assert "5 of 32 sub-layers bypassed" in out
+        assert "5 of 32 sub-layers skipped" in out
         assert "fixed (k 3)" in out
 
     def test_show_a_shipped_one(self, cli):
@@ -543,11 +543,11 @@ class TestProfile:
 
     def test_validate(self, cli, profile_file):
         code, out, _ = cli("profile", "validate", profile_file)
-        assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers bypassed\n")
+        assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers skipped\n")
         code, out, _ = cli("profile", "validate", profile_file, "--model", "builtin")
-        assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers bypassed, fits builtin\n")
+        assert (code, out) == (0, f"{profile_file}: valid, 5 sub-layers skipped, fits builtin\n")
         code, out, _ = cli("profile", "validate", PUBLISHED)
-        assert (code, out) == (0, f"{PUBLISHED}: valid, 34 sub-layers bypassed, published, not measured here\n")
+        assert (code, out) == (0, f"{PUBLISHED}: valid, 34 sub-layers skipped, published, not measured here\n")
 
     def test_show_a_published_one(self, cli):
         code, out, _ = cli("profile", "show", PUBLISHED)
@@ -627,7 +627,7 @@ class TestProfile:
         assert code == 1
         assert "A: p.yaml\nB: q.yaml\n" in out
         assert "attention  ###.BA###.######\nmlp        #######.###A####\n" in out
-        assert "bypassed: 2 by A alone, 1 by B alone, 3 by both (.)" in out
+        assert "skipped: 2 by A alone, 1 by B alone, 3 by both (.)" in out
         assert re.search(r"candidates +1, a chain +2 for each drafted place at most", out)
         assert re.search(r"versions\.torch +- +'3'", out)
         assert "controller" not in out
@@ -651,8 +651,8 @@ class TestProfile:
         assert json.loads(out)["differences"] == [{"key": "measured.0.speedup", "a": 0.935, "b": 0.5}]
         code, out, _ = cli("profile", "diff", "stdlib-llama-3.7m", PUBLISHED)
         assert code == 1
-        assert "19 of 32 sub-layers bypassed" in out
-        assert "34 of 80 sub-layers bypassed" in out
+        assert "19 of 32 sub-layers skipped" in out
+        assert "34 of 80 sub-layers skipped" in out
 
     def test_import(self, cli, tmp_path):
         (tmp_path / "sets.json").write_text(
@@ -660,7 +660,7 @@ class TestProfile:
         )
         args = ("profile", "import", "sets.json", "--format", "draft-verify", "--key", "a")
         code, out, err = cli(*args, "--model", "org/model", "--layers", 20, "--out", "a.yaml")
-        saved = "saved a.yaml: 3 of 40 sub-layers bypassed, published, not measured here\n"
+        saved = "saved a.yaml: 3 of 40 sub-layers skipped, published, not measured here\n"
         assert (code, out, err) == (0, "", saved)
         profile = read_profile(tmp_path / "a.yaml")
         assert profile.model == Identity(name="org/model", layers=20)

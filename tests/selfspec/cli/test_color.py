@@ -120,7 +120,7 @@ def test_the_legend_says_what_drafted_in_few_bits():
         return written().splitlines()[-1]
 
     path = DraftPath(SkipSet((1,)), int8=SkipSet((), (2,)), head="int4")
-    how = "1 sub-layer in 8 bits, 1 bypassed, the head in 4 bits"
+    how = "1 sub-layer in int8, 1 skipped, the head in int4"
     assert said(path) == f"acceptance 100% (1 of 1 drafted); drafts ran with {how}"
     assert said(path, drafted=0) == "nothing was drafted"
     assert said(DraftPath(path.skip)) == "acceptance 100% (1 of 1 drafted)"

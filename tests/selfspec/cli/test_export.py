@@ -32,7 +32,7 @@ def test_by_the_profiles_word_nothing_is_decoded(cli):
 def test_what_is_lost_is_told_of_layers_kept_by_half(cli):
     code, _, err = cli("export", "--to", "hf", "stdlib-llama-3.7m", "--out", "there", "--limit", "0")
     assert code == 0
-    assert "lost: the time of 7 sub-layer(s) bypassed in layers that are kept" in err
+    assert "lost: the time of 7 sub-layer(s) skipped in layers that are kept" in err
     assert "selfspec search --kv own finds one for engines" in err
 
 
@@ -46,7 +46,7 @@ def test_what_is_lost_is_told_of_layers_kept_by_half(cli):
         (["--to", "vllm", "stdlib-llama-3.7m"], "Missing option '--out'"),
         (["stdlib-llama-3.7m", "--out", "x"], "Missing option '--to'"),
         (["--to", "vllm", "plain.yaml", "--out", "x"], "the profile drafts nothing, so there is nothing to export"),
-        (["--to", "vllm", "recycle.yaml", "--out", "x", "--limit", "0"], "it could run instead: guesses by lookup"),
+        (["--to", "vllm", "recycle.yaml", "--out", "x", "--limit", "0"], "it could run instead: lookup tokens alone"),
         (["--to", "vllm", "stdlib-llama-3.7m", "--out", "full"], "--out full is not empty"),
     ],
     ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else None,

@@ -14,7 +14,7 @@ HALF = "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {attent
 @pytest.fixture
 def cli(cli, tmp_path):
     (tmp_path / "a.yaml").write_text(HALF)
-    (tmp_path / "b.yaml").write_text("version: 2\nmodel: {layers: 16}\ndraft: {kind: guesses}\n")
+    (tmp_path / "b.yaml").write_text("version: 2\nmodel: {layers: 16}\ndraft: {kind: lookup}\n")
     (tmp_path / "other.yaml").write_text("version: 2\nmodel: {layers: 4}\n")
     return cli
 

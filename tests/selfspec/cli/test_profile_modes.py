@@ -36,30 +36,30 @@ def test_show_draws_modes(cli, modes_file, monkeypatch):
     code, out, _ = cli("profile", "show", modes_file)
     assert code == 0
     assert "layer      0123456789012345\nattention  #88.8.###.444###\nmlp        88#########4444#\n" in out
-    assert "32 sub-layers: 17 in full (#), 5 in 8 bits (8), 7 in 4 bits (4), 3 bypassed (.)\n" in out
-    assert re.search(r"\nthe head in 8 bits; a draft step reads \d\d\.\d bits per weight, a plain step 32\n", out)
-    assert re.search(r"\nhead +in 8 bits", out)
+    assert "32 sub-layers: 17 in full (#), 5 in int8 (8), 7 in int4 (4), 3 skipped (.)\n" in out
+    assert re.search(r"\nthe head in int8; a draft step reads \d\d\.\d bits per weight, a plain step 32\n", out)
+    assert re.search(r"\nhead +in int8", out)
     assert re.search(r"\nconfidence +by gap of the two best logits \(bias 0.5, gap 1.5\)", out)
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_show_of_what_only_bypasses_says_what_is_read(cli):
+def test_show_of_what_only_skips_says_what_is_read(cli):
     _, out, _ = cli("profile", "show", "stdlib-llama-3.7m")
-    assert "\n19 of 32 sub-layers bypassed (# runs, . bypassed)\n" in out
+    assert "\n19 of 32 sub-layers skipped (# runs, . skipped)\n" in out
     assert re.search(r"\na draft step reads 15\.\d bits per weight, a plain step 32\n", out)
 
 
 def test_the_legend_names_only_the_modes_that_occur(cli, tmp_path):
     for path, said in (
-        (DraftPath(int8=SkipSet((), (1,))), "32 sub-layers: 31 in full (#), 1 in 8 bits (8)\n"),
-        (DraftPath(head="int4"), "32 sub-layers: 32 in full (#)\nthe head in 4 bits\n"),
+        (DraftPath(int8=SkipSet((), (1,))), "32 sub-layers: 31 in full (#), 1 in int8 (8)\n"),
+        (DraftPath(head="int4"), "32 sub-layers: 32 in full (#)\nthe head in int4\n"),
     ):
         write_profile(Profile(model=Identity(layers=16), draft=LayerSkipSpec.from_path(path)), tmp_path / "few.yaml")
         assert said in cli("profile", "show", "few.yaml")[1]
 
 
 def test_validate_of_modes(cli, modes_file):
-    said = "5 sub-layers in 8 bits, 7 in 4 bits, 3 bypassed, the head in 8 bits"
+    said = "5 sub-layers in int8, 7 in int4, 3 skipped, the head in int8"
     code, out, _ = cli("profile", "validate", modes_file, "--model", "builtin")
     assert (code, out) == (0, f"{modes_file}: valid, {said}, fits builtin\n")
 
@@ -88,7 +88,7 @@ def test_list_of_modes(cli, tmp_path, modes_file):
     (tmp_path / "some" / "m.yaml").write_bytes(Path(modes_file).read_bytes())
     _, out, _ = cli("profile", "list", "some")
     assert re.search(r"m\.yaml +16 +3 \+ 0 +not measured *\n +builtin +5 int8 *\n +7 int4 *\n +head int8", out)
-    assert "below it, how many run in few bits" in " ".join(out.split())
+    assert "below it, how many run quantised" in " ".join(out.split())
 
 
 def test_diff_of_modes(cli, tmp_path, modes_file):
@@ -103,10 +103,10 @@ def test_diff_of_modes(cli, tmp_path, modes_file):
     code, out, _ = cli("profile", "diff", modes_file, "q.yaml")
     assert code == 1
     assert "A attention #88.8.###.444###\nB attention #8888.###8444###\nA mlp       88####" in out
-    assert "# in full, 8 in 8 bits, 4 in 4 bits, . bypassed\n" in out
+    assert "# in full, 8 in int8, 4 in int4, . skipped\n" in out
     assert "attention 3, 9: skip -> int8\nmlp 0: int8 -> int4\n" in out
     assert re.search(r"a draft step reads +\d\d\.\d of 32 bits per weight +\d\d\.\d of 32 bits", out)
-    assert re.search(r"head +in 8 bits +-", out)
+    assert re.search(r"head +in int8 +-", out)
     assert "draft." not in out
     data = json.loads(cli("profile", "diff", modes_file, "q.yaml", "--json")[1])
     assert data["modes"] == [

@@ -159,9 +159,9 @@ def test_it_is_readable_in_the_dark(opened):
 def test_nothing_given_is_the_built_in_models_profile(cli):
     code, err, page = cli("--no-sample")
     assert (code, err) == (0, "saved report.html\n")
-    assert "bypassed: 9 of 16 attentions and 10 of 16 MLPs" not in page
+    assert "skipped: 9 of 16 attentions and 10 of 16 MLPs" not in page
     assert "9 of 16 attentions and 10 of 16 MLPs" in page
-    assert "Skip map. Bypassed while drafting: attention of layers 2, 3, 6, 8, 10" in page
+    assert "Skip map. Skipped while drafting: attention of layers 2, 3, 6, 8, 10" in page
     for option in ("--study FILE", "--bench FILE", "without --no-sample"):
         assert option in page
     assert page.count("<svg") == 2, "the skip map, and acceptance by confidence"
@@ -172,7 +172,7 @@ def test_nothing_given_is_the_built_in_models_profile(cli):
 def test_a_study_alone_shows_its_best_trial(cli):
     code, _, page = cli("--study", "selfspec", "--storage", "trials.jsonl", "--no-sample")
     assert code == 0
-    assert "Skip map. Bypassed while drafting: attention of layers 0, 1; MLP of layers none." in page
+    assert "Skip map. Skipped while drafting: attention of layers 0, 1; MLP of layers none." in page
     assert "predicted 1.2 times plain decoding" in page
     assert "4 trials of trials.jsonl" in page
     assert "<script>" not in page
@@ -185,10 +185,10 @@ def test_modes_are_told(cli, tmp_path):
     write_profile(Profile(model=model, draft=LayerSkipSpec.from_path(path)), tmp_path / "modes.yaml")
     code, _, page = cli("--profile", "modes.yaml", "--no-sample")
     assert code == 0
-    said = "1 of the model&#39;s 32 attention and MLP sub-layers are bypassed, 3 run in 8 bits, the head runs in 4 bits"
+    said = "1 of the model&#39;s 32 attention and MLP sub-layers are skipped, 3 run in int8, the head runs in int4"
     assert f"{said}; a draft step reads " in page
     assert "How drafts run" in page
-    assert "attention of layers 3; MLP of layers none. In 8 bits: attention of layers 1, 2; MLP of layers 7." in page
+    assert "attention of layers 3; MLP of layers none. In int8: attention of layers 1, 2; MLP of layers 7." in page
 
 
 def test_a_benchmark_alone_shows_no_profile(cli):

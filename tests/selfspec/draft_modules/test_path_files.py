@@ -24,7 +24,7 @@ from selfspec.runtime.forward import Runtime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
-MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 bypassed
+MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 skipped
 PATH = DraftPath.from_modes(MODES)
 TOKENS = torch.tensor([[5, 3, 8, 1, 30]])
 
@@ -41,7 +41,7 @@ def streams(runtime, path, layers=(1, 3)):
 
 @pytest.mark.parametrize("rank", [None, 8])
 def test_a_bridge_adds_what_it_makes_of_the_stream(runtime, rank):
-    """From its weights in 8 bits, and its bias."""
+    """From its weights in int8, and its bias."""
     trained = random_trained(runtime, PATH, rank=rank)
     runtime.register_trained(f"bridge {rank}", Trained(trained.bridges))
     got = streams(runtime, replace(PATH, trained=f"bridge {rank}"))

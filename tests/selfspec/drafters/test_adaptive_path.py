@@ -1,4 +1,4 @@
-"""What is bypassed is chosen as the text goes: by trials (SWIFT), and by a programme (CLaSp)."""
+"""What is skipped is chosen as the text goes: by trials (SWIFT), and by a programme (CLaSp)."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_a_profile_names_a_folder_beside_it(saved, llm):
     write_profile(Profile(model=llm.identity, draft=spec), path)
     drafted = selfspec.load(profile=path)
     assert drafted.profile.draft == spec
-    assert drafted.profile.draft.summary == "drafts by the model tiny in 8 bits"
+    assert drafted.profile.draft.summary == "drafts by the model tiny in int8"
     out = drafted.generate("def read(", max_new_tokens=12)
     assert out.text == llm.generate("def read(", max_new_tokens=12).text
     assert set(out.stats.sources) <= {"draft model"}

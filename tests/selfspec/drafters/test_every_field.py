@@ -25,7 +25,7 @@ from selfspec.types.identity import Identity
 VOCABULARY, LAYERS = 11, 3
 BASES: dict[str, dict[str, Any]] = {
     "layer-skip": {"skip": {"mlp": [0]}, "proposers": [{"kind": "lookup"}]},
-    "merged": {"drafters": [{"kind": "recycle"}, {"kind": "guesses"}]},
+    "merged": {"drafters": [{"kind": "recycle"}, {"kind": "lookup"}]},
     "model": {"model": "one"},
 }
 OTHERS: dict[str, Any] = {
@@ -53,7 +53,7 @@ OTHERS: dict[str, Any] = {
     "ngram": 3,
     "guesses": 2,
     "part": "another",
-    "drafters": [{"kind": "recycle"}, {"kind": "guesses"}, {"kind": "input"}],
+    "drafters": [{"kind": "recycle"}, {"kind": "lookup"}, {"kind": "input"}],
     "model": "other",
     "dtype": "float64",
     "device": "meta",

@@ -12,7 +12,7 @@ from stores import babble, stored
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.low_precision import fake
-from selfspec.proposers.base import Guess
+from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import Runtime
@@ -47,10 +47,10 @@ class RandomReader:
     def append(self, token):
         self.text.append(token)
 
-    def guess(self, drafted, most):
+    def look_up(self, drafted, most):
         draw = random.Random(repr([*self.text, *drafted]))
         n = draw.randint(0, most)
-        return Guess([draw.randrange(VOCABULARY) for _ in range(n)], [0.9] * n)
+        return Proposal([draw.randrange(VOCABULARY) for _ in range(n)], [0.9] * n)
 
 
 class Knowing:
@@ -72,10 +72,10 @@ class KnowingReader:
     def append(self, token):
         self.told += 1
 
-    def guess(self, drafted, most):
+    def look_up(self, drafted, most):
         at = self.told + len(drafted)
         tokens = self.text[at : at + most]
-        return Guess(tokens, [1.0] * len(tokens))
+        return Proposal(tokens, [1.0] * len(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_each_token_is_told_from_what_came_up_with_it(runtime, candidates):
             chain = len(draft.confidence)
             assert set(draft.sources[chain:]) <= {DRAFT_PATH}
             passes = sum(calls for _, calls in draft.work)
-            guessed = draft.sources[:chain].count("some")
-            assert chain - passes <= guessed <= chain
+            predicted = draft.sources[:chain].count("some")
+            assert chain - passes <= predicted <= chain
             found.update(draft.sources)
     assert found == {DRAFT_PATH, "some"}
     alone = drafted(runtime, None, PROMPTS[0], Sampler())[1]

@@ -14,14 +14,14 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, LookupDrafter, PlainDrafter, make_drafter, register
 from selfspec.drafters import registry as makers
 from selfspec.profile import draft_spec as kinds
-from selfspec.profile.draft_spec import DraftSpec, GuessesSpec, LayerSkipSpec, PlainSpec, ProposerSpec
+from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.speculation.drafts import Draft
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
-from selfspec.types.draft_work import GUESS, draft_pass
+from selfspec.types.draft_work import LOOKUP_CALL, draft_pass
 from selfspec.types.identity import Identity
 from selfspec.types.skip import SkipSet
 
@@ -135,7 +135,7 @@ def test_what_is_built_in(llm):
 
 def test_guesses_below_a_path_and_alone(llm):
     low = parsed("{kind: layer-skip, int8: {mlp: [3]}, proposers: [{kind: lookup}], spared: 0.25}")
-    assert low.draft.summary == "1 sub-layer in 8 bits; guesses by lookup"
+    assert low.draft.summary == "1 sub-layer in int8; proposers: lookup"
     assert parse_profile(profile_text(low), source="p") == low
     assert low.path_only.draft == LayerSkipSpec.from_path(DraftPath(int8=SkipSet((), (3,))))
     costs = CostModel(context=9, base=1, attention=1, mlp=1, widths=[1], verify=[40.0], round=0, wider=[1.5, 2.5])
@@ -144,15 +144,15 @@ def test_guesses_below_a_path_and_alone(llm):
     assert isinstance(made, LayerSkipDrafter)
     assert made.proposer_chain.prices == (1.0, 1.5, 2.5)
     assert low.payoff.draft == pytest.approx(0.75 * 33 / 40)
-    assert low.payoff.cost(((draft_pass(2), 3), (GUESS, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
-    alone = parsed("{kind: guesses}")
+    assert low.payoff.cost(((draft_pass(2), 3), (LOOKUP_CALL, 4))) == pytest.approx(3 * 1.5 * 33 / 40)
+    alone = parsed("{kind: lookup}")
     again = parsed("{kind: recycle, candidates: 2}")
     assert (alone.drafts, alone.path_only) == (True, alone)
     assert isinstance(make_drafter(llm.runtime, alone), LookupDrafter)
     assert make_drafter(llm.runtime, alone.model_copy(update={"costs": costs})).controller.payoff.draft == 0
     text = llm.generate(PROMPT * 5, max_new_tokens=24, drafter=PlainDrafter()).tokens
     assert make_drafter(llm.runtime, again).candidates == 2
-    assert alone.draft.summary == "drafts guesses by lookup"
+    assert alone.draft.summary == "lookup alone; proposers: lookup"
     for profile in (low, alone, again):
         assert llm.generate(PROMPT * 5, max_new_tokens=24, drafter=make_drafter(llm.runtime, profile)).tokens == text
 
@@ -160,11 +160,11 @@ def test_guesses_below_a_path_and_alone(llm):
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
-        ("{kind: guesses, controller: {name: magic}}", "magic"),
-        ("{kind: guesses, proposers: []}", "proposers"),
-        ("{kind: guesses, proposers: [{kind: store}]}", "proposer 'store': expected the path of its file"),
-        ("{kind: guesses, proposers: [{kind: lookup, path: x}]}", "proposer 'lookup': takes no path"),
-        ("{kind: guesses, proposers: [{kind: store, path: gone.store}]}", "gone.store: no such file"),
+        ("{kind: lookup, controller: {name: magic}}", "magic"),
+        ("{kind: lookup, proposers: []}", "proposers"),
+        ("{kind: lookup, proposers: [{kind: store}]}", "proposer 'store': expected the path of its file"),
+        ("{kind: lookup, proposers: [{kind: lookup, path: x}]}", "proposer 'lookup': takes no path"),
+        ("{kind: lookup, proposers: [{kind: store, path: gone.store}]}", "gone.store: no such file"),
         ("{kind: layer-skip, proposers: []}", "proposers"),
         ("{kind: recycle, candidates: 0}", "candidates"),
     ],
@@ -186,11 +186,11 @@ def test_a_file_of_texts_joins_what_a_profile_drafts(kind):
     assert joined(path).draft.proposers == [ProposerSpec(), file]
     assert joined(joined(path)) == joined(path)
     assert joined(parsed("{kind: layer-skip, int8: {mlp: [3]}}")).draft.proposers == [file]
-    assert joined(parsed("{kind: plain}")).draft == GuessesSpec(proposers=[ProposerSpec(), file])
+    assert joined(parsed("{kind: plain}")).draft == LookupSpec(proposers=[ProposerSpec(), file])
     assert path.with_proposers() is path
     both = path.with_proposers(store="a", answers="b").draft.proposers
     assert [(one.kind, one.path) for one in both] == [("lookup", None), ("store", "a"), ("answers", "b")]
-    with pytest.raises(SelfspecError, match=f"kind 'recycle' takes no guesses; leave the {kind} out"):
+    with pytest.raises(SelfspecError, match=f"kind 'recycle' takes no proposers; leave the {kind} out"):
         joined(parsed("{kind: recycle}"))
 
 

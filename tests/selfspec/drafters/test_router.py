@@ -107,14 +107,14 @@ draft: {kind: layer-skip, skip: {attention: [1]}}
 predicted: {speedup: 1.5, tokens_per_second: 50.0, acceptance_rate: 0.5, tokens_per_round: 2.0, draft_cost: 0.5}
 also:
 - model: {layers: 4}
-  draft: {kind: guesses}
+  draft: {kind: lookup}
 - model: {layers: 4}
 """
 
 
 def test_a_profile_holds_several_ways_to_draft():
     profile = parse_profile(TWO, source="two.yaml")
-    assert [one.draft.kind for one in profile.alternatives] == ["layer-skip", "guesses", "plain"]
+    assert [one.draft.kind for one in profile.alternatives] == ["layer-skip", "lookup", "plain"]
     assert not any(one.also for one in profile.alternatives)
     again = parse_profile(profile_text(profile), source="again.yaml")
     assert again == profile

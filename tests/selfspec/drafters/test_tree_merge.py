@@ -156,7 +156,7 @@ def test_no_drafter_and_drafters_that_draft_nothing(runtime):
 MERGED = {
     "kind": "merged",
     "drafters": [
-        {"kind": "guesses"},
+        {"kind": "lookup"},
         {"kind": "layer-skip", "skip": {"attention": [1], "mlp": [0]}, "controller": {"name": "static"}},
     ],
 }
@@ -167,7 +167,7 @@ def test_a_profile_describes_it(runtime):
     assert Profile.model_validate(profile.model_dump(mode="json")) == profile
     assert profile.path.skip == SkipSet((1,), (0,))
     assert profile.drafts
-    assert profile.draft.summary.startswith("one tree of several: drafts guesses by lookup; ")
+    assert profile.draft.summary.startswith("one tree of several: lookup alone; proposers: lookup; ")
     drafter = make_drafter(runtime, profile)
     assert [type(of) for of in drafter.drafters] == [LookupDrafter, LayerSkipDrafter]
     assert isinstance(drafter.drafters[1].controller, StaticThreshold)
@@ -175,10 +175,10 @@ def test_a_profile_describes_it(runtime):
 
 
 def test_a_person_reads_what_is_merged(runtime):
-    draft = {**MERGED, "drafters": [{"kind": "guesses"}, {"kind": "recycle"}]}
+    draft = {**MERGED, "drafters": [{"kind": "lookup"}, {"kind": "recycle"}]}
     told = facts(Profile(model=runtime.skeleton.identity, draft=draft))
-    assert told["draft.drafters"] == ["drafts guesses by lookup; drafts by recycle"]
-    told = facts(Profile(model=runtime.skeleton.identity, draft={"kind": "guesses"}))
+    assert told["draft.drafters"] == ["lookup alone; proposers: lookup; drafts by recycle"]
+    told = facts(Profile(model=runtime.skeleton.identity, draft={"kind": "lookup"}))
     assert told["draft.proposers"] == ["lookup"]
 
 
@@ -186,9 +186,9 @@ def test_a_person_reads_what_is_merged(runtime):
     ("draft", "message"),
     [
         ({**MERGED, "drafters": MERGED["drafters"][:1]}, "at least 2"),
-        ({**MERGED, "drafters": [{"kind": "guesses"}, {"kind": "gueses"}]}, "'gueses' is not known"),
+        ({**MERGED, "drafters": [{"kind": "lookup"}, {"kind": "gueses"}]}, "'gueses' is not known"),
         (
-            {**MERGED, "drafters": [{"kind": "guesses"}, {"kind": "layer-skip", "skip": {"attention": [99]}}]},
+            {**MERGED, "drafters": [{"kind": "lookup"}, {"kind": "layer-skip", "skip": {"attention": [99]}}]},
             "layer 99|attention.*99",
         ),
     ],

@@ -47,7 +47,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 99), depth=st.integers(1, 4))
     def draft(self, seed, depth):
-        """Scratch slots are written, with any sub-layers bypassed or in few bits; nothing is committed."""
+        """Scratch slots are written, with any sub-layers skipped or in few bits; nothing is committed."""
         last, place = self.committed[-1], len(self.committed) - 1
         path = self.runtime.compile(random_path(seed, LAYERS, words=VOCABULARY))
         for step in range(depth):

@@ -27,7 +27,7 @@ EXACT, SEEN = 1e-9, 1e-3
 # A second token of each is so dear that only who has more hope goes on, which its confidence decides.
 DEAR = PassCosts((0.0, 1.0, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0), (0.0, 0.05, 0.1))
 BY_CONFIDENCE = PayoffModel(0.2, curve=AcceptanceCurve(accepted=[0.2, 1.0], following=[0.2, 1.0]))
-GUESSES = ProposerChain([Adding(VOCABULARY)], (1.0, 1.0, 1.0))
+LOOKUP_PRIOR = ProposerChain([Adding(VOCABULARY)], (1.0, 1.0, 1.0))
 SKIP = SkipSet((0,), (1,))
 DRAFTERS = {
     "rate": lambda runtime: LayerSkipDrafter(runtime, SKIP, RateOptimal(floor=0.0, payoff=BY_CONFIDENCE)),
@@ -35,7 +35,7 @@ DRAFTERS = {
         runtime, SKIP, RateOptimal(floor=0.0, payoff=BY_CONFIDENCE), candidates=2
     ),
     "threshold": lambda runtime: LayerSkipDrafter(
-        runtime, SKIP, AdaptiveThreshold(threshold=0.5), proposer_chain=GUESSES
+        runtime, SKIP, AdaptiveThreshold(threshold=0.5), proposer_chain=LOOKUP_PRIOR
     ),
     "guesses": lambda runtime: LookupDrafter([Adding(VOCABULARY, 0.6)], RateOptimal(floor=0.0)),
 }

@@ -18,7 +18,7 @@ from selfspec.export.expected import check_tokens, expected_by_rehearsal, expect
 from selfspec.export.exporter import ExportPlan, ExportResult
 from selfspec.export.weights import model_of, path_weights, save, weights_of
 from selfspec.llm.llm import wrap
-from selfspec.profile.draft_spec import GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Prediction, Profile
 from selfspec.types.draft_path import FULL, DraftPath
 
@@ -66,7 +66,7 @@ def test_a_folder_loads_as_the_model(tmp_path):
 
 def test_nothing_left_is_refused():
     model = tiny(CONFIGS["llama"])
-    with pytest.raises(SelfspecError, match="bypasses every layer"):
+    with pytest.raises(SelfspecError, match="skips every layer"):
         path_weights(weights_of(model), DraftPath.skipping(range(4), range(4)))
 
 
@@ -120,7 +120,7 @@ def test_what_is_expected_is_what_replay_counts(tiny_llm):
 
 def test_the_best_number_of_tokens_brings_most_in_a_plain_steps_time(tiny_llm):
     """A draft that is always right, and costs nothing, goes as far as is considered."""
-    cheap = profile_of(tiny_llm, GuessesSpec())
+    cheap = profile_of(tiny_llm, LookupSpec())
     assert expected_by_rehearsal(tiny_llm, cheap, offer(draft=lambda: tiny_llm.model), [[1, 2]], new=110).tokens == 12
     assert (
         expected_by_rehearsal(tiny_llm, cheap, offer(draft=lambda: tiny_llm.model, most=4), [[1, 2]], new=30).tokens
@@ -129,7 +129,7 @@ def test_the_best_number_of_tokens_brings_most_in_a_plain_steps_time(tiny_llm):
 
 
 def test_guesses_are_decoded_with(tiny_llm):
-    found = expected_by_rehearsal(tiny_llm, profile_of(tiny_llm, GuessesSpec()), offer(), [[1, 2, 1, 2, 1, 2]], new=24)
+    found = expected_by_rehearsal(tiny_llm, profile_of(tiny_llm, LookupSpec()), offer(), [[1, 2, 1, 2, 1, 2]], new=24)
     assert "decoded here with the drafter itself" in found.source
     assert 1 <= found.per_pass <= 1 + found.tokens
 
@@ -147,7 +147,7 @@ def test_by_the_profiles_word(tiny_llm):
     p = (-1 + 7**0.5) / 2
     assert found.acceptance == pytest.approx((p + p * p) / 2, abs=1e-3)
     assert found.per_pass == pytest.approx(2.5, abs=1e-2)
-    assert "what its search predicted, guesses and candidates counted in, on the model's own keys" in found.source
+    assert "what its search predicted, lookup tokens and candidates counted in, on the model's own keys" in found.source
     itself = expected_from_profile(profile, offer(itself=True))
     assert (itself.tokens, itself.acceptance, itself.per_pass) == (None, 0.75, 2.5)
     assert itself.summary.startswith("drafts that a controller ends, of which 75.0% accepted")
@@ -158,7 +158,7 @@ def test_engines_draft_chains_of_one_length(tiny_llm):
     found = with_fixed_length(profile_of(tiny_llm, spec), 4).draft
     assert (found.candidates, found.proposers, found.vocabulary) == (1, None, None)
     assert (found.controller.name, found.controller.options) == ("fixed", {"k": 4})
-    store = GuessesSpec(proposers=[ProposerSpec(kind="store", path="x.store")])
+    store = LookupSpec(proposers=[ProposerSpec(kind="store", path="x.store")])
     assert [of.kind for of in with_fixed_length(profile_of(tiny_llm, store), 4).draft.proposers] == ["lookup"]
 
 

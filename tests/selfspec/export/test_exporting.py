@@ -14,7 +14,7 @@ from selfspec.export.exporting import ENGINES, check, export, find_engine
 from selfspec.export.folder import staged_folder
 from selfspec.export.limitations import common_limitations
 from selfspec.export.weights import weights_of
-from selfspec.profile.draft_spec import Below, GuessesSpec, LayerSkipSpec, ProposerSpec, Skip
+from selfspec.profile.draft_spec import Below, LayerSkipSpec, LookupSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Profile, SearchRecord
 
 WHOLE = LayerSkipSpec(skip=Skip(attention=list(range(4, 12)), mlp=list(range(4, 12))), candidates=2)
@@ -61,7 +61,7 @@ def test_what_is_lost_everywhere(profile):
     )
     lost = " | ".join(common_limitations(profile.model_copy(update={"draft": draft, "search": record})))
     for said in (
-        "guesses (lookup)",
+        "lookup tokens (lookup)",
         "vocabulary of 2 tokens",
         "head below the path (eagle)",
         "search --kv own",
@@ -70,7 +70,7 @@ def test_what_is_lost_everywhere(profile):
         assert said in lost
     own = record.model_copy(update={"kv": "own"})
     assert "--kv own" not in " | ".join(common_limitations(profile.model_copy(update={"search": own})))
-    store = GuessesSpec(proposers=[ProposerSpec(kind="store", path="x")])
+    store = LookupSpec(proposers=[ProposerSpec(kind="store", path="x")])
     assert "1 store(s) of texts" in common_limitations(profile.model_copy(update={"draft": store}))[1]
 
 

@@ -133,11 +133,11 @@ def test_what_is_held_beside_the_model(llm):
     held = extra_drafter_bytes(llm.drafter_for(profile), llm.runtime)
     assert 0 < held == llm.runtime.extra_bytes(profile.path) < llm.runtime.extra_bytes(path)
     assert extra_drafter_bytes(llm.guarded_drafter(profile), llm.runtime) == held
-    merged = parse_draft({"kind": "merged", "drafters": [{"kind": "guesses"}, few.model_dump(exclude_none=True)]})
+    merged = parse_draft({"kind": "merged", "drafters": [{"kind": "lookup"}, few.model_dump(exclude_none=True)]})
     assert extra_drafter_bytes(llm.drafter_for(Profile(model=llm.identity, draft=merged)), llm.runtime) == held
     assert (
         extra_drafter_bytes(
-            llm.drafter_for(Profile(model=llm.identity, draft=parse_draft({"kind": "guesses"}))), llm.runtime
+            llm.drafter_for(Profile(model=llm.identity, draft=parse_draft({"kind": "lookup"}))), llm.runtime
         )
         == 0
     )
@@ -222,10 +222,10 @@ def test_conditions_say_how_it_was_measured(found):
     assert conditions["roofline"] == 2
     assert conditions["passes"]["hf"] == dict.fromkeys(["1", "2", "3", "4", "6", "8"], ALONE)
     assert conditions["sub_layers"] == 32
-    assert (conditions["skipped"], conditions["path"]) == (2, "2 sub-layers bypassed")
-    bypassed = [model.model.layers[3].self_attn, model.model.layers[5].mlp]
+    assert (conditions["skipped"], conditions["path"]) == (2, "2 sub-layers skipped")
+    skipped = [model.model.layers[3].self_attn, model.model.layers[5].mlp]
     linears = [module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    left = 1 - sum(p.numel() for part in bypassed for p in part.parameters()) / sum(linears)
+    left = 1 - sum(p.numel() for part in skipped for p in part.parameters()) / sum(linears)
     assert conditions["bits_per_weight"] == {"draft": pytest.approx(32 * left), "plain": 32}, "of the widened model"
     assert subjects.identity.hidden == 128
 

@@ -112,7 +112,7 @@ def fresh_cache(monkeypatch, tmp_path):
 
 
 def told(monkeypatch, **kernels):
-    """Kernels to choose from in 8 bits, the first the fastest; counts how often they are timed."""
+    """Kernels to choose from in int8, the first the fastest; counts how often they are timed."""
     timed = []
 
     def times(weight, bits):

@@ -54,7 +54,7 @@ def given_as(kind, weight):
 
 
 def sizes(kind, most=70):
-    """Inputs of a weight: any, many of them multiples of 32, as processors with tiles take; in 4 bits all of them."""
+    """Inputs of a weight: any, many of them multiples of 32, as processors with tiles take; in int4 all of them."""
     by_32 = st.integers(1, 5).map(lambda n: 32 * n)
     return by_32 if kind == "int4" else st.one_of(by_32, st.integers(1, most))
 

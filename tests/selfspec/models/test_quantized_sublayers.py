@@ -23,7 +23,7 @@ LAYERS, N = 4, 12
 
 
 def model_of(name, *, dtype=torch.float64):
-    """One whose every linear can be had in 4 bits: inputs come by 32."""
+    """One whose every linear can be had in int4: inputs come by 32."""
     config = copy.deepcopy(CONFIGS[name])
     config.intermediate_size = 64
     return tiny(config, dtype=dtype)
@@ -152,7 +152,7 @@ def test_what_cannot_be_had_in_few_bits_runs_in_full(what, mode):
 
 
 def test_groups_that_do_not_divide_run_in_full():
-    """48 inputs are no multiple of 32, and can be had in 8 bits."""
+    """48 inputs are no multiple of 32, and can be had in int8."""
     runtime = Runtime(tiny(CONFIGS["llama"]), kernel=fake)
     compiled = runtime.compile(DraftPath.from_modes(["int4"] * 8, head="int4"))
     assert compiled.unquantized == ("mlp 0", "mlp 1", "mlp 2", "mlp 3")

@@ -27,7 +27,7 @@ def test_what_each_drafts():
         "skip": "layer-skip",
         "path": "layer-skip",
         "early-exit": "layer-skip",
-        "lookup": "guesses",
+        "lookup": "lookup",
         "recycle": "recycle",
         "input": "input",
         "jacobi": "jacobi",

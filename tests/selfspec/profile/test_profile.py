@@ -189,7 +189,7 @@ def _one_line_or_valid(text):
 
 
 V2 = "model: {layers: 4}\nversion: 2\n"
-KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, lookahead, head, model, merged"
+KINDS = "plain, layer-skip, lookup, recycle, swift, clasp, input, jacobi, lookahead, head, model, merged"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ KINDS = "plain, layer-skip, guesses, recycle, swift, clasp, input, jacobi, looka
         ),
         (
             f"{V2}draft: {{kind: magic}}",
-            "draft.kind: 'magic' is not known; known: plain, layer-skip, guesses, .*, head",
+            "draft.kind: 'magic' is not known; known: plain, layer-skip, lookup, .*, head",
         ),
         (
             f"{V2}draft: {{skip: {{}}}}",

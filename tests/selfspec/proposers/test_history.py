@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.proposers.base import NO_GUESS
+from selfspec.proposers.base import NO_PROPOSAL
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.history import BEFORE, AnswerHistory, check_answers, keeps_answers
 from selfspec.proposers.lookup import Lookup
@@ -29,28 +29,28 @@ def kept(tmp_path, *answers):
     return found
 
 
-def guessed(answers, text, most=4):
+def predicted(answers, text, most=4):
     reader = answers.reader()
     for token in text:
         reader.append(token)
-    return list(reader.guess((), most).tokens)
+    return list(reader.look_up((), most).tokens)
 
 
 def test_a_text_goes_on_as_an_earlier_answer_did(tmp_path):
     answers = kept(tmp_path, [1, 2, 3, 4, 5], [7, 3, 4, 8])
-    assert guessed(answers, [6, 2, 3, 4]) == [5], "to the end of that answer"
-    assert guessed(answers, [0, 3, 4]) == [8], "as the latest did"
-    assert guessed(answers, [6, 6]) == []
-    assert answers.reader().guess((), 4) == NO_GUESS
+    assert predicted(answers, [6, 2, 3, 4]) == [5], "to the end of that answer"
+    assert predicted(answers, [0, 3, 4]) == [8], "as the latest did"
+    assert predicted(answers, [6, 6]) == []
+    assert answers.reader().look_up((), 4) == NO_PROPOSAL
     reader = answers.reader()
     reader.append(6)
-    assert list(reader.guess([1, 2], 2).tokens) == [3, 4], "after what is drafted, too"
+    assert list(reader.look_up([1, 2], 2).tokens) == [3, 4], "after what is drafted, too"
 
 
 def test_the_beginning_of_an_answer_is_guessed_from_its_question(tmp_path):
     answers = kept(tmp_path)
     answers.learn([0] * 20 + [1, 2], [5, 6])
-    assert guessed(answers, [4, 1, 2]) == [5, 6]
+    assert predicted(answers, [4, 1, 2]) == [5, 6]
     assert [*answers] == [(*[0] * (BEFORE - 2), 1, 2, 5, 6)]
 
 
@@ -62,14 +62,14 @@ def test_another_process_knows_what_this_one_learnt(tmp_path_factory, texts, tex
         answers.learn(prompt, answer)
     again = kept(folder)
     assert [*again] == [*answers] == [(*prompt[-BEFORE:], *answer) for prompt, answer in texts]
-    assert guessed(again, text) == guessed(answers, text)
+    assert predicted(again, text) == predicted(answers, text)
 
 
 @given(st.lists(tokens, min_size=1, max_size=4), st.data())
 def test_every_guess_stands_in_an_answer_after_the_end_of_the_text(tmp_path_factory, texts, data):
     answers = kept(tmp_path_factory.mktemp("answers"), *texts)
     text = data.draw(tokens)
-    found = guessed(answers, text)
+    found = predicted(answers, text)
     if found:
         joined = [f",{','.join(map(str, [text[-1], *found]))}," in f",{','.join(map(str, held))}," for held in texts]
         assert any(joined)
@@ -154,7 +154,7 @@ def test_where_the_file_cannot_be_written_the_process_still_learns(tmp_path, cap
     answers = kept(tmp_path)
     answers.path = tmp_path / "gone" / "some.answers"
     answers.learn([], [1, 2, 3])
-    assert guessed(answers, [1, 2]) == [3]
+    assert predicted(answers, [1, 2]) == [3]
     assert "answers are not kept (No such file or directory)" in caplog.text
 
 
@@ -164,7 +164,7 @@ def test_texts_with_a_seed_neither_learn_nor_are_guessed(tmp_path):
     for seeded in (False, True):
         reading = ahead.new_state(prompt=2, seeded=seeded)
         reading.read([1, 2])
-        guess = reading.lookup(3, ())
-        assert (list(guess.tokens), guess.source) == (([], "") if seeded else ([3], "answers"))
+        proposal = reading.lookup(3, ())
+        assert (list(proposal.tokens), proposal.source) == (([], "") if seeded else ([3], "answers"))
         reading.finish([1, 2, 8, 8])
         assert len([*answers]) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stores import FOLDER, babble, stored
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.proposers.base import NO_GUESS
+from selfspec.proposers.base import NO_PROPOSAL
 from selfspec.proposers.store import LEARNT, REACH, VOTES, Store, write_store
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -78,11 +78,11 @@ def test_most_places_decide_token_for_token():
     reader = proposer.reader()
     for token in (1, 2):
         reader.append(token)
-    assert list(reader.guess((), 4).tokens) == [3, 4, 6]
-    assert list(reader.guess((3,), 1).tokens) == [4]
-    assert list(reader.guess((9,), 4).tokens) == [], "nothing follows that text"
-    assert reader.guess((8,), 4) == NO_GUESS
-    assert reader.guess((), 0) == NO_GUESS
+    assert list(reader.look_up((), 4).tokens) == [3, 4, 6]
+    assert list(reader.look_up((3,), 1).tokens) == [4]
+    assert list(reader.look_up((9,), 4).tokens) == [], "nothing follows that text"
+    assert reader.look_up((8,), 4) == NO_PROPOSAL
+    assert reader.look_up((), 0) == NO_PROPOSAL
 
 
 def test_chances_follow_what_was_right():
@@ -96,7 +96,7 @@ def test_chances_follow_what_was_right():
     for token in (5, 1):
         right.append(token)
         wrong.append(token)
-    mine, theirs = right.guess((), 1), wrong.guess((), 1)
+    mine, theirs = right.look_up((), 1), wrong.look_up((), 1)
     assert mine.tokens == theirs.tokens == [2]
     assert 0 <= theirs.chances[0] < mine.chances[0] <= 1
 
@@ -109,12 +109,12 @@ def test_guesses_follow_from_the_text_alone(seed, n, drafted, most):
     asked, silent, other = proposer.reader(), proposer.reader(), proposer.reader()
     for token in text[:n]:
         asked.append(token)
-        asked.guess((), 3)
+        asked.look_up((), 3)
         other.append(token ^ 1)
     for token in text[:n]:
         silent.append(token)
-    assert asked.guess(drafted, most) == silent.guess(drafted, most)
-    assert len(asked.guess(drafted, most).tokens) <= most
+    assert asked.look_up(drafted, most) == silent.look_up(drafted, most)
+    assert len(asked.look_up(drafted, most).tokens) <= most
 
 
 def damaged():

@@ -349,7 +349,7 @@ def test_that_weights_are_brought_into_few_bits_is_said_where_it_takes_long(monk
     path = DraftPath(int8=SkipSet(every, every))
     monkeypatch.setattr("selfspec.runtime.compiled_path._LONG", runtime.extra_bytes(path) - 1)
     kept = runtime.compile(path)
-    assert [record.message for record in caplog.records] == ["bringing weights into few bits, 0.0 GB of them ..."]
+    assert [record.message for record in caplog.records] == ["quantising 0.0 GB of weights ..."]
     caplog.clear()
     other = runtime.compile(DraftPath(int8=SkipSet(every[1:], every)))
     assert kept.bytes > other.bytes

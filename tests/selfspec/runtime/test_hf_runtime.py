@@ -106,7 +106,7 @@ def test_drafts_are_checked(name):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt_neox", "gpt_oss", "qwen3_moe"])
 @torch.no_grad()
-def test_it_bypasses_as_the_lean_runtime_does(name):
+def test_it_skips_as_the_lean_runtime_does(name):
     """And gives the same streams, trees and branches."""
     model = tiny(FAMILY_CONFIGS[name], dtype=torch.float32)
     own, lean = GenericRuntime(model), Runtime(model)

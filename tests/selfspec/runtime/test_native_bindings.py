@@ -380,7 +380,7 @@ def test_streams_are_what_they_are_operation_by_operation(name, n):
 
 @each_model
 @pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("path", [FULL, DraftPath(SkipSet((1,), (0, 1)))], ids=["in full", "bypassed"])
+@pytest.mark.parametrize("path", [FULL, DraftPath(SkipSet((1,), (0, 1)))], ids=["in full", "skipped"])
 def test_streams_between_layers_come_from_native_passes_too(name, n, path, monkeypatch):
     ours, theirs = both(name)
     tokens, found = tokens_for(n, 20 + n), []

@@ -31,12 +31,12 @@ def test_skip_map_of_modes():
     path = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (0, 2)), head="int4")
     text = reading.skip_map(Profile(model=model, draft=LayerSkipSpec.from_path(path)))
     assert "1 of 4 attentions and 0 of 4 MLPs, 12% of all" in text
-    assert "run 1 attentions and 2 MLPs in 8 bits (marked 8) and the head in 4 bits; dark" in text
+    assert "run 1 attentions and 2 MLPs in int8 (marked 8) and the head in int4; dark" in text
     assert re.search(r"A draft step reads 1\d\.\d bits per weight, a plain step 32\.", text)
     text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(DraftPath(head="int8"))))
-    assert "bypassed" not in text
+    assert "skipped" not in text
     assert "bits per weight" not in text, "the sizes are not known"
-    assert "With rounded weights run the head in 8 bits" in text
+    assert "With rounded weights run the head in int8" in text
 
 
 def test_acceptance_by_confidence():

@@ -80,12 +80,12 @@ def test_positions_of_rounds():
 def test_skip():
     frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.from_path(SkipSet((1,), (0,)))))
     rows = [("attention", 0, False), ("attention", 1, True), ("mlp", 0, True), ("mlp", 1, False)]
-    assert list(frame[["part", "layer", "bypassed"]].itertuples(index=False, name=None)) == rows
+    assert list(frame[["part", "layer", "skipped"]].itertuples(index=False, name=None)) == rows
     assert frame["mode"].tolist() == ["full", "skip", "skip", "full"]
     path = DraftPath(SkipSet((1,)), int8=SkipSet((), (1,)), int4=SkipSet((0,)))
     frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.from_path(path)))
     assert frame["mode"].tolist() == ["int4", "skip", "full", "int8"]
-    assert frame["bypassed"].tolist() == [False, True, False, False]
+    assert frame["skipped"].tolist() == [False, True, False, False]
 
 
 WRONG = {

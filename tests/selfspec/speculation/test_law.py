@@ -57,7 +57,7 @@ LOW = DraftPath(SkipSet((0,)), None, SkipSet((1,), (0, 1)), head="int8")
 TRAINED = DraftPath(SkipSet((1,), (1,)), None, SkipSet((0,), (0,)), head="int8")
 FEW_WORDS = DraftPath(LOW.skip, (0, 2), LOW.int8, head="int8")
 BY_GAP = Confidence(bias=-0.5, probability=0.3, gap=0.7)
-GUESSES = ProposerChain([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
+LOOKUP_PRIOR = ProposerChain([Adding(VOCABULARY)], (1.0, 1.0, 1.0))  # as many as there may be
 
 
 class Beside(Staged):
@@ -135,10 +135,10 @@ DRAFTERS = {
     ),
     "few bits, draft vocabulary": lambda runtime: LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
     "guesses": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), proposer_chain=GUESSES
+        runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), proposer_chain=LOOKUP_PRIOR
     ),
     "guesses, candidates": lambda runtime: LayerSkipDrafter(
-        runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, proposer_chain=GUESSES
+        runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, proposer_chain=LOOKUP_PRIOR
     ),
     "guesses alone": lambda runtime: LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
     "merged": lambda runtime: MergedDrafter(
@@ -308,10 +308,10 @@ class Merging(RandomTree):
     def draft(self, seq):
         if seq.remaining < 2:
             return Draft()
-        guess = sum(seq.tokens) % VOCABULARY
+        proposal = sum(seq.tokens) % VOCABULARY
         q = self.q(seq.tokens)
-        q[guess] = 0
-        return Draft((guess, seq.sampler.draw(q, len(seq.tokens))), (-1, -1), (q / q.sum())[None], (-1, 0))
+        q[proposal] = 0
+        return Draft((proposal, seq.sampler.draw(q, len(seq.tokens))), (-1, -1), (q / q.sum())[None], (-1, 0))
 
 
 class Deduplicating(RandomTree):
@@ -320,20 +320,20 @@ class Deduplicating(RandomTree):
     def draft(self, seq):
         if seq.remaining < 2:
             return Draft()
-        guess = sum(seq.tokens) % VOCABULARY
+        proposal = sum(seq.tokens) % VOCABULARY
         q = self.q(seq.tokens)
         q = q / q.sum()
         drawn = seq.sampler.draw(q, len(seq.tokens))
-        return Draft.chain([guess]) if drawn == guess else Draft((guess, drawn), (-1, -1), q[None], (-1, 0))
+        return Draft.chain([proposal]) if drawn == proposal else Draft((proposal, drawn), (-1, -1), q[None], (-1, 0))
 
 
 class Insisting(LayerSkipDrafter):
     """Puts the guess in the place of the token that was drawn."""
 
     def _draft(self, chain, logits):
-        guessed = chain.lookup_tokens[:1]
+        predicted = chain.lookup_tokens[:1]
         super()._draft(chain, logits)
-        chain.tokens[-1:] = guessed or chain.tokens[-1:]
+        chain.tokens[-1:] = predicted or chain.tokens[-1:]
 
 
 class Before(Beside):
@@ -408,7 +408,7 @@ WRONG_DRAFTERS = {
     "a low-confidence token withheld": lambda runtime: Withholding(VOCABULARY, (1, 1)),
     "a drawn duplicate removed": lambda runtime: Deduplicating(VOCABULARY),
     "a guess in the place of what was drawn": lambda runtime: Insisting(
-        runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=GUESSES
+        runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=LOOKUP_PRIOR
     ),
     "an inner correction left out": staged(Uncorrected),
     "the inner residual taken for q": staged(OfTheResidual),
@@ -418,7 +418,7 @@ WRONG_DRAFTERS = {
 RIGHT = {  # what those are made of; the others are among `DRAFTERS`
     "a guess that q leaves out": lambda runtime: Merging(VOCABULARY),
     "guesses beside what is drawn": lambda runtime: LayerSkipDrafter(
-        runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=GUESSES
+        runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=LOOKUP_PRIOR
     ),
     "a round within a round": staged(Staged),
 }

@@ -24,7 +24,7 @@ from selfspec.types.draft_path import DraftPath
 
 PATH = DraftPath.from_modes(
     ("full", "skip", "int8", "full", "skip", "full")
-)  # attention, then MLPs: 1 is bypassed whole
+)  # attention, then MLPs: 1 is skipped whole
 N = 16  # more than a window holds
 every_configuration = pytest.mark.parametrize("name", FAMILY_CONFIGS)
 every_family = pytest.mark.parametrize("name", NAMES)

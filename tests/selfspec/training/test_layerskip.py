@@ -122,8 +122,8 @@ def test_it_is_another_model_and_says_so(llm, fitted):
 @pytest.mark.long("training")
 def test_it_drafts_by_its_early_layers_and_its_text_is_its_own(fitted, held_out):
     drafted = selfspec.load(str(fitted.part), profile=fitted.profiles[0])
-    bypassed = tuple(range(4, 16))
-    assert drafted.profile.path.skip.attention == drafted.profile.path.skip.mlp == bypassed
+    skipped = tuple(range(4, 16))
+    assert drafted.profile.path.skip.attention == drafted.profile.path.skip.mlp == skipped
     for prompt in held_out[:3]:
         plain = drafted.generate(prompt, max_new_tokens=32, drafter=PlainDrafter())
         assert drafted.generate(prompt, max_new_tokens=32).tokens == plain.tokens

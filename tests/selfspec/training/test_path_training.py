@@ -26,7 +26,7 @@ from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
 FEW = {"max_new_tokens": 24, "rows": 8, "texts": 20}
-MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 bypassed
+MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 skipped
 PATH = DraftPath.from_modes(MODES)
 
 
@@ -122,7 +122,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def profile(llm):
-    """The built-in model's own layers in 4 bits, but for one that is bypassed."""
+    """The built-in model's own layers in int4, but for one that is skipped."""
     layers = llm.runtime.layers
     modes = ["int4"] * 2 * layers
     modes[layers - 2] = modes[2 * layers - 2] = "skip"
@@ -212,9 +212,9 @@ def test_paths_that_leave_nothing_to_them_are_refused(llm, tmp_path):
         spec = LayerSkipSpec.from_path(DraftPath.from_modes([mode, *["full"] * (2 * llm.runtime.layers - 1)]))
         return selfspec.Profile(model=llm.identity, draft=spec)
 
-    with pytest.raises(SelfspecError, match="bypasses no whole layer"):
+    with pytest.raises(SelfspecError, match="skips no whole layer"):
         fit(llm, part="bridge", out=tmp_path, profile=of("int8"))
-    with pytest.raises(SelfspecError, match="runs nothing in few bits"):
+    with pytest.raises(SelfspecError, match="has no quantised sub-layers"):
         fit(llm, part="adapter", out=tmp_path, profile=of("skip"), options=TrainOptions(**FEW))
 
 

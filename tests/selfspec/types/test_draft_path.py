@@ -44,10 +44,10 @@ def test_a_profile_says_it_and_gives_it_back(made, confidence):
     ("path", "said"),
     [
         (FULL, "everything in full"),
-        (DraftPath.skipping((1,)), "1 sub-layer bypassed"),
+        (DraftPath.skipping((1,)), "1 sub-layer skipped"),
         (DraftPath(SkipSet((1,)), int8=SkipSet((0, 2)), int4=SkipSet((), (1,)), head="int4"),
-         "2 sub-layers in 8 bits, 1 in 4 bits, 1 bypassed, the head in 4 bits"),
-        (DraftPath(head="int8"), "the head in 8 bits"),
+         "2 sub-layers in int8, 1 in int4, 1 skipped, the head in int4"),
+        (DraftPath(head="int8"), "the head in int8"),
     ],
     ids=str,
 )  # fmt: skip

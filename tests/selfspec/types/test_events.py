@@ -22,11 +22,11 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.detokenizer import TextStream
-from selfspec.types.draft_work import GUESSED
+from selfspec.types.draft_work import LOOKUP_WORK
 from selfspec.types.events import Origin, Rejected, counts, origins
 from selfspec.types.stats import Round
 
-PLAIN, DRAFT, CANDIDATE, GUESS, CORRECTED, BONUS = Origin
+PLAIN, DRAFT, CANDIDATE, LOOKUP_CALL, CORRECTED, BONUS = Origin
 PROMPT = "import os\n\ndef main(args):\n    "
 SKIP = SkipSet(attention=(3, 5, 9), mlp=(7, 11))
 TOKENIZER = AutoTokenizer.from_pretrained(model_folder())
@@ -149,7 +149,11 @@ class TestOrigins:
         assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 2))) == [DRAFT, CANDIDATE, BONUS]
         assert origins(Round(2, 1, 2, 0.1, 3, **tree, path=(0,))) == [DRAFT, CORRECTED]
         assert origins(Round(2, 1, 1, 0.1, 3, **tree, path=(0, 2))) == [DRAFT]  # ended within the draft
-        assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 1), work=GUESSED)) == [GUESS, GUESS, BONUS]
+        assert origins(Round(2, 2, 3, 0.1, 3, **tree, path=(0, 1), work=LOOKUP_WORK)) == [
+            LOOKUP_CALL,
+            LOOKUP_CALL,
+            BONUS,
+        ]
         assert origins(Round(0, 0, 1, 0.1)) == [PLAIN]
 
 

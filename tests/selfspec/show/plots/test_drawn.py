@@ -68,9 +68,9 @@ def test_skip_map(layers):
     shown = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert shown == ["attention", "MLP"], "attention above"
     assert figure.axes[-1].get_xlabel() == "layer"
-    assert [text.get_text() for text in figure.legends[0].texts] == ["runs", "bypassed while drafting"]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["runs", "skipped while drafting"]
     low, high = (sum(meshes[0].cmap(value)[:3]) for value in (0.0, 1.0))
-    assert high - low > 1, "bypassed is much lighter, in grey print too"
+    assert high - low > 1, "skipped is much lighter, in grey print too"
 
 
 MIXED = DraftPath(SkipSet((1,), (0,)), None, SkipSet((2,), ()), SkipSet((), (2, 3)), "int8")
@@ -89,7 +89,7 @@ def test_skip_map_of_modes(layers):
     signs = sorted((text.get_position(), text.get_text()) for text in figure.axes[0].texts)
     assert signs == [((2, 0), "8"), ((2, 1), "4"), ((3, 1), "4")], "read without colours, too"
     legend = figure.legends[0]
-    words = ["in full", "8: in 8 bits", "4: in 4 bits", "bypassed", "the head: in 8 bits"]
+    words = ["in full", "8: int8", "4: int4", "skipped", "the head: in int8"]
     assert [text.get_text() for text in legend.texts] == words
     colours = [patch.get_facecolor() for patch in legend.get_patches()]
     assert colours[4] == colours[1]
@@ -100,8 +100,8 @@ def test_skip_map_of_modes(layers):
 
 def test_a_legend_names_only_the_modes_that_occur():
     only = Profile(model=Identity(layers=2), draft=LayerSkipSpec.from_path(DraftPath(int8=SkipSet((0,), (1,)))))
-    assert [text.get_text() for text in skip_map(only).legends[0].texts][:2] == ["in full", "8: in 8 bits"]
-    assert not [text for text in skip_map(only).legends[0].texts if "bypassed" in text.get_text()]
+    assert [text.get_text() for text in skip_map(only).legends[0].texts][:2] == ["in full", "8: int8"]
+    assert not [text for text in skip_map(only).legends[0].texts if "skipped" in text.get_text()]
 
 
 def test_cells_that_are_too_small_hold_no_signs(tmp_path):
@@ -176,7 +176,7 @@ def test_speedup_against_skipped():
     assert line(axes, "best of its number") == [(1, 0.9), (2, 1.2)]
     assert points(axes)["fastest"] == [(2, 1.2)], "a pruned trial's figures are of a share of the texts"
     assert sum(map(len, points(axes).values())) == 5, "every trial, and the fastest marked"
-    assert labels(axes) == ("sub-layers bypassed while drafting", "predicted speedup over plain decoding")
+    assert labels(axes) == ("sub-layers skipped while drafting", "predicted speedup over plain decoding")
     assert any(list(drawn.get_ydata()) == [1, 1] for drawn in axes.lines), "plain decoding's line"
 
 
