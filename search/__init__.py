@@ -1,4 +1,4 @@
-"""The search: which sub-layers of a model to skip on this machine. From Python: `find_profile`, `read_prompts`."""
+"""Search for the fastest draft path of a model on this machine. From Python: `find_profile`, `read_prompts`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and the model code only when a search is run."""
+    """Import the module that defines `name` on first use, so that importing this package does not import torch."""
     if name in _WHERE:
         from importlib import import_module
 

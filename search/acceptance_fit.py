@@ -13,18 +13,18 @@ from selfspec.types.acceptance import AcceptanceCurve
 
 from .trace import Trace
 
-KNOTS, ROWS = 12, 16  # the most knots, and the fewest drafted tokens for each
+KNOTS, ROWS = 12, 16  # the most knots of a curve, and the fewest drafted tokens for each knot
 DIGITS = 4
 
 Floats = NDArray[np.float64]
 
 
 class Drafted(NamedTuple):
-    """A drafted token within the text whose predecessors in the draft all match the text.
+    """A drafted token, within the text, whose predecessors in its draft all match the text.
 
-    `accepted`: whether the token matches, too. `rank`: which candidate matches where the token does not (1: the second;
-    0: the token itself matches, or no known candidate does). `following`: whether the next drafted token matches (-1:
-    there is none). `place`: its position in the draft, from 1.
+    `accepted`: whether the token matches the text. `rank`: if it does not, which other candidate for its position does
+    (1: the second candidate; 0: no known candidate, or the token itself matches). `following`: 1 if the next token of
+    the draft matches too, else 0 (-1: there is no next token). `place`: the token's position in the draft, from 1.
     """
 
     confidence: float
@@ -37,8 +37,8 @@ class Drafted(NamedTuple):
 def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
     """Fit the acceptance curve of traces by isotonic regression.
 
-    `candidates`: the most for each position, the drafted token included. Only drafted tokens whose predecessors in the
-    draft all match the text count. Without any, the default curve is returned.
+    `candidates`: the largest number of candidates for each position, the drafted token included. Only drafted tokens
+    count whose predecessors in the draft all match the text. If no token counts, the default curve is returned.
     """
     tokens = sorted(token for trace in traces for token in drafted(trace))
     if not tokens:
@@ -70,7 +70,7 @@ def fit_curve(traces: Sequence[Trace], candidates: int) -> AcceptanceCurve:
 
 
 def drafted(trace: Trace) -> Iterator[Drafted]:
-    """Yield the drafted tokens of every start that no wrong token precedes."""
+    """Yield the drafted tokens, from every start of `trace`, that follow no wrong token."""
     for start, (confidences, run, rank) in enumerate(zip(trace.confidences, trace.runs, trace.ranks, strict=True)):
         within = min(len(confidences), trace.tokens - start)
         for i in range(min(run + 1, within)):

@@ -1,4 +1,7 @@
-"""Bridges over the layers that the best path skips whole, where they are predicted to pay."""
+"""Bridges over the layers that the best path skips whole, used if they are predicted to be faster.
+
+A bridge is a linear map that replaces a run of adjacent skipped layers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from selfspec.types.draft_path import DraftPath
 from .objective import ReplayObjective, Score
 
 NAME = "bridge"  # the module's name in a profile
-LONGEST = 512  # tokens of each text for fitting
+LONGEST = 512  # tokens of each text that bridges are fitted to
 HELD_OUT = 4  # the ridge is chosen on every fourth text
 
 
@@ -38,10 +41,10 @@ def with_bridges(
 ) -> Score | None:
     """Score the path of `score` with a bridge over each run of layers skipped whole; return the score if faster.
 
-    The bridges are fitted to `texts` (token ids), whose tokens no score rests on. The cost of a bridge itself, a few
-    hundredths of a layer, is not predicted. Returns None if the bridges are not faster, if no layer is skipped whole,
-    if the model cannot have bridges, if there are fewer than two texts, and if time does not allow two passes over the
-    texts for each run; `seconds(tokens)` is the time of a pass.
+    The bridges are fitted to `texts` (token ids), which must not hold the tokens that scores depend on. The cost of a
+    bridge, a few hundredths of a layer, is not predicted. Returns None if the path with bridges is not faster, if no
+    layer is skipped whole, if the model does not support bridges, if there are fewer than two texts, and if
+    `allows` is false for the seconds of two passes over the texts for each run; `seconds(tokens)`: the time of a pass.
     """
     runs = score.path.runs(runtime.layers)
     took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
@@ -61,7 +64,7 @@ def with_bridges(
 
 
 def attach_bridges(profile: Profile, path: DraftPath) -> Profile:
-    """Return a profile that drafts along `path`, with the bridges that the path names, if any."""
+    """Return `profile` with the bridges that `path` names; if there are none, return `profile` unchanged."""
     if path.trained is None:
         return profile
     file = _file(path)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
 
-SHARES = {  # the phases in order; a phase may take its share of the time left, relative to the phases after it
+SHARES = {  # phases in order; a phase gets its share of the time left, relative to itself and all later phases
     "texts": 8,  # the whole model continues the prompts
     "costs": 18,
     "ranking": 12,  # the gain of skipping each sub-layer alone
-    "trials": 28,  # plus the time that later phases do not need
+    "trials": 28,  # and the time that later phases do not need
     "heads": 4,  # the best path again, with bridges and smaller draft vocabularies
     "choosing": 8,  # the finalists against each other
     "measuring": 19,  # the best path against plain decoding
@@ -23,18 +23,18 @@ SHARES = {  # the phases in order; a phase may take its share of the time left, 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The time until which a phase may go on."""
+    """The time, by `clock`, until which a phase may go on."""
 
     end_time: float
     clock: Clock = field(repr=False)
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline; 0 when it is past."""
+        """Seconds until the deadline; 0 after the deadline."""
         return max(0.0, self.end_time - self.clock())
 
     def part(self, share: float) -> Deadline:
-        """Return the deadline of a task that may take a share of the seconds left."""
+        """Return the deadline of a task that begins now and may take `share` of the seconds left."""
         return Deadline(self.end_time if math.isinf(self.end_time) else self.clock() + share * self.left, self.clock)
 
     def allows(self, seconds: float = 0.0) -> bool:
@@ -48,11 +48,10 @@ def no_deadline(clock: Clock = time.perf_counter) -> Deadline:
 
 
 class Budget:
-    """The time that a whole search may take, from the making of this object on. `seconds` None: unlimited.
+    """The time that a whole search may take, in seconds from the creation of this object; None: unlimited.
 
-    Every phase asks for its `deadline` when it begins, so that the time that one phase saves or overruns is shared by
-    all later phases. `clock` returns seconds. `loaded`: the seconds spent up to the loading of the model, loading
-    included.
+    Every phase asks for its `deadline` when it begins, so that all later phases share the time that a phase saves or
+    overruns. `clock` returns seconds. `loaded`: the seconds spent until the model was loaded.
     """
 
     loaded = 0.0
@@ -75,15 +74,15 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds until the search should end; 0 when that is past."""
+        """Seconds until the search should end; 0 after that time."""
         return max(0.0, self.seconds - self.spent)
 
     def expect(self, needs: Mapping[str, float]) -> None:
-        """Set the seconds that phases need in full, which is the most that earlier phases leave for them."""
+        """Set the seconds that each phase needs; earlier phases reserve at most these seconds for it."""
         self._needs.update(needs)
 
     def part(self, phase: str) -> float:
-        """Return a phase's seconds if every phase takes its share of the time left."""
+        """Return the seconds of a phase if all phases, from the first on, take their shares of the time left."""
         return self.left * SHARES[phase] / sum(SHARES.values())
 
     def share(self, phase: str) -> float:

@@ -12,16 +12,16 @@ from selfspec.text.jsonl import FileTexts, digest
 from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_files import Prompts, prompts_for
 
-COUNTED = 1000  # further prompts, whose token frequencies are counted
+COUNTED = 1000  # the most further prompts to count token frequencies in
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts to search on and prompts to measure on. `held_out`: whether the two are disjoint.
+    """Prompts to search on (`search`) and prompts to measure on (`measure`), drawn from one source.
 
-    `rest`: the first few of the remaining prompts, to count token frequencies in. `available`: how many different
-    prompts there were to draw from; `column` and `template`: the parts of each row that make a prompt. `chat`: whether
-    each prompt is a user's message.
+    `held_out`: whether `search` and `measure` are disjoint. `rest`: some of the remaining prompts, to count token
+    frequencies in. `available`: the number of different prompts to draw from. `column`, `template`: how a prompt is
+    made of a row of the source (None: a row is a prompt). `chat`: whether each prompt is a user's message.
     """
 
     source: str
@@ -44,10 +44,11 @@ def choose(
     chat: bool = False,
     takes_messages: bool = False,
 ) -> PromptSet:
-    """Draw `count` prompts to search on and as many others to measure on, by `seed`; None: the built-in prompts.
+    """Draw `count` prompts to search on and `count` other prompts to measure on, with the random seed `seed`.
 
-    With too few prompts for both, each gets half; a single prompt serves both. `source` names a plain sequence. `chat`
-    and `takes_messages` decide as in `prompts_for` which prompts are built in, and which are a user's messages.
+    `prompts` None: the built-in prompts. With too few prompts, each purpose gets half of the prompts; a single prompt
+    serves both. `source`: the name of a sequence of prompts. `chat` and `takes_messages` decide, as in `prompts_for`,
+    which built-in prompts are used, and whether prompts are a user's messages.
     """
     if prompts is None or isinstance(prompts, Prompts):
         used = prompts_for(prompts, "calibration", chat=chat, takes_messages=takes_messages)
@@ -81,7 +82,7 @@ def choose(
 
 
 def _distinct(texts: Sequence[Prompt]) -> list[int]:
-    """Return the number of each distinct text's first occurrence, by hash, as the texts may not fit in memory."""
+    """Return the index of the first occurrence of each distinct text, by hash, as the texts may not fit in memory."""
     digests = texts.digests if isinstance(texts, FileTexts) else map(digest, texts)
     first_index: dict[bytes, int] = {}
     for index, text_digest in enumerate(digests):
@@ -98,7 +99,7 @@ def record(
     chat: bool = False,
     drawn_from: int | None = None,
 ) -> Calibration:
-    """Return the profile's record of the prompts (token ids) that were searched on."""
+    """Return the profile's record of the prompts (token ids) that trials were scored on."""
     digest, count, total = hashlib.sha256(), 0, 0
     for ids in prompts:
         digest.update((" ".join(map(str, ids)) + "\n").encode())

@@ -13,7 +13,10 @@ _log = logging.getLogger("selfspec")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One draft path and its score. `known`: it was scored before, or by another worker."""
+    """A trial: the score of one draft path.
+
+    `number`: from 0. `known`: whether the path was scored in an earlier search or by another worker.
+    """
 
     number: int
     score: Score

@@ -10,29 +10,30 @@ from selfspec.types.draft_path import DraftPath
 from .space import Point, Space
 
 Gains = tuple[tuple[float, ...], ...]
-"""For each variable and each of its choices, the score gained (or lost) by that choice alone, from some base path."""
+"""For each variable and each of its modes, the score gained (or lost) if a base path changes in this mode alone."""
 
 
 class Climb:
-    """Tries the paths of a queue, then single changes of the best path so far, the most promising first.
+    """Strategy that tries the paths of `queue`, then single changes of the best path so far.
 
-    A change that helped, or hurt little, when it was last tried is tried sooner. After every single change of the best
-    path, random changes of two or three variables follow. No path is proposed twice while a new one is nearby.
+    The change whose last trial gained most (or lost least) is tried first; `gains` holds the gains known before. When
+    every single change of the best path has been tried, random changes of two or three variables follow. No path is
+    proposed twice while an untried path is found near the best path.
     """
 
     def __init__(self, space: Space, *, seed: int, queue: Sequence[DraftPath] = (), gains: Gains = ()) -> None:
         self._space = space
         self._random = random.Random(seed)
         self._queue = [space.point(path) for path in queue]
-        self._gains = _table(space, gains)  # of each choice when it was last tried
+        self._gains = _table(space, gains)  # the gain of each mode when it was last tried
         changes = [(i, c) for i, modes in enumerate(space.choices) for c in range(len(modes))]
         self._order = self._random.sample(changes, len(changes))  # the order of equally promising changes
         self._scores: dict[Point, float] = {}
         self._best: Point | None = None
-        self._from: tuple[Point, int] | None = None  # the base and the variable of a single change
+        self._from: tuple[Point, int] | None = None  # the base point and the variable of the last single change
 
     def ask(self) -> DraftPath:
-        """Return the next path of the queue, or a path near the best one."""
+        """Return the next path of the queue, or, if the queue is empty, an untried change of the best path."""
         self._from = None
         while self._queue:
             point = self._queue.pop(0)
@@ -41,7 +42,7 @@ class Climb:
         return self._space.path(self._near(self._best or (0,) * len(self._space)))
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Record the score, and the gain of the change."""
+        """Record the score of `path`, and the gain of the change that led to `path`."""
         point = self._space.point(path)
         if self._from is not None:
             base, i = self._from
@@ -50,7 +51,7 @@ class Climb:
         self.learn(path, score)
 
     def learn(self, path: DraftPath, score: float) -> None:
-        """Record the score."""
+        """Record the score of `path`, which may become the best path."""
         point = self._space.point(path)
         self._scores[point] = score
         if self._best is None or score > self._scores[self._best]:
@@ -73,16 +74,16 @@ class Climb:
         return tuple(self._random.randrange(len(modes)) for modes in self._space.choices)
 
     def _other(self, i: int, choice: int) -> int:
-        """Return another choice of a variable, at random."""
+        """Return at random a choice of variable `i` other than `choice`."""
         return (choice + 1 + self._random.randrange(len(self._space.choices[i]) - 1)) % len(self._space.choices[i])
 
 
 class Greedy:
     """Greedy elimination to the end, lazily (Minoux 1978), then climbing from the best path so far.
 
-    It starts with everything in the base mode (`Space.base`), and tries the most promising change of one variable to a
-    cheaper mode. If the change gains at least as much as every other promises, it stays; otherwise its promise becomes
-    the gain just seen.
+    The elimination starts with everything in the base mode (`Space.base`), and tries the change of one variable to a
+    cheaper mode with the highest expected gain: the gain when the change was last tried, at first by `gains`. The
+    change is kept if it gains at least as much as every other change is expected to.
     """
 
     def __init__(self, space: Space, *, seed: int, gains: Gains = ()) -> None:
@@ -96,16 +97,16 @@ class Greedy:
 
     @property
     def base(self) -> DraftPath:
-        """The path with the changes made so far."""
+        """The path with the changes that were kept so far."""
         return self._space.path(self._base)
 
     @property
     def done(self) -> bool:
-        """Whether no cheaper change is left."""
+        """Whether the elimination is over, because no change to a cheaper mode is left."""
         return not self._promise
 
     def ask(self) -> DraftPath:
-        """Return the base, then the base with the most promising change."""
+        """Return the base path, then the base path with the most promising change; after the elimination, climb."""
         if self._score is None:
             return self.base
         if not self._promise:
@@ -114,7 +115,7 @@ class Greedy:
         return self._space.path(changed(self._base, self._tried))
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Keep the change if no other promises more than its gain."""
+        """Keep the change that was tried if no other change is expected to gain more."""
         self._climb.tell(path, score)
         if self._score is None or self._tried is None:
             self._score = score
@@ -143,7 +144,7 @@ def cheaper_changes(space: Space, base: Point) -> Iterator[tuple[int, int]]:
 
 
 def changed(point: Point, *changes: tuple[int, int]) -> Point:
-    """Return a point with other choices, each given as the variable's number and the choice."""
+    """Return `point` with `changes`, each a pair of the variable's number and its new choice."""
     new = list(point)
     for i, choice in changes:
         new[i] = choice

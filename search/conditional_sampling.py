@@ -1,4 +1,4 @@
-"""Sampled replay: draw the drafts that a real drafter would have made, given the text that came out.
+"""Sampled replay: draw the drafts that a real drafter would have made, given the text that decoding emitted.
 
 Drafts and the outcome of their verification follow exactly the joint distribution of real decoding. Pure torch.
 """
@@ -13,30 +13,30 @@ from torch import Tensor
 
 
 class Noise(Protocol):
-    """The random choices at one depth of a sampled replay, for n rows; `place` numbers the choices of a row."""
+    """The random choices of n drafts at one depth of a sampled replay; `place` is the number of a draft's choice."""
 
     def coin(self, chance: Tensor, place: int) -> Tensor:
-        """Return booleans `[n]`, true with these chances."""
+        """Return booleans `[n]`, each true with the chance in `chance` `[n]`."""
 
     def draw(self, weights: Tensor, place: int) -> Tensor:
         """Draw a token for each row, `[n]`, by unnormalised weights `[n, V]`."""
 
     def pick(self, rows: Tensor) -> Noise:
-        """Return the choices of the rows with these numbers."""
+        """Return the choices of the drafts with the indices `rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Random choices by uniform numbers `[n, places]`, so that a choice depends on its row and not on the batch."""
+    """Random choices by uniform numbers `[n, places]`, so that a draft's choices do not depend on the batch."""
 
     numbers: Tensor
 
     def coin(self, chance: Tensor, place: int) -> Tensor:
-        """Return whether the number is below the chance."""
+        """Return whether the uniform number of each draft at `place` is below its chance."""
         return self.numbers[:, place] < chance
 
     def draw(self, weights: Tensor, place: int) -> Tensor:
-        """Return the token whose interval of the cumulated weights contains the number."""
+        """Return, for each draft, the token whose interval of the cumulative weights contains the uniform number."""
         cumulated = weights.cumsum(-1, dtype=torch.float64)
         points = self.numbers[:, place, None] * cumulated[:, -1:]
         drawn = torch.searchsorted(cumulated, points, right=True).squeeze(-1)
@@ -44,23 +44,23 @@ class Uniforms:
         return torch.minimum(drawn, last)
 
     def pick(self, rows: Tensor) -> Uniforms:
-        """Return the choices of the rows with these numbers."""
+        """Return the choices of the drafts with the indices `rows`."""
         return Uniforms(self.numbers[rows])
 
 
 def draft_given_text(
     p: Tensor, q: Tensor, following: Tensor, matched: Tensor, noise: Noise, candidates: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one drafted token for each row and the outcome of its verification, given the text that came out.
+    """Draw one drafted token for each row and the outcome of its verification, given the text that decoding emitted.
 
     `q` `[n, V]`: the draft's distribution; `p` `[n, V]`: the target's for rule `token`; for rule `block`, the target's
     times the weight P of the tokens drafted so far (see `verify.block`). `following` `[n]`: the text's next token x,
     itself drawn from the target's distribution. Where all tokens drafted so far match the text (`matched`), the drafted
-    token is x, accepted, with chance min(1, q(x)/p(x)). Otherwise it is some y ~ norm((q - p)+), rejected, and the
-    other candidates, each drawn from q without those before it, are tried against the residual distribution
+    token is x, accepted, with chance min(1, q(x)/p(x)). Otherwise it is a token y ~ norm((q - p)+), rejected, and
+    further candidates, each drawn from q without all earlier candidates, are tried against the residual distribution
     norm((p - q)+). Where an earlier token did not match, the token is drawn from q. `candidates` includes the drafted
-    token. Returns the drafted token, whether it matches the text, and which of the other candidates was x (1: the
-    first; 0: none).
+    token. Returns the drafted token, whether it matches the text, and which further candidate was x (1: the first
+    one after the drafted token; 0: none).
 
     Derivation for `block`: the rule accepts at least i tokens of a draft that begins with x_1 .. x_i with chance P_i,
     whatever follows them. Given the text, that chance is P_i q(x_1) .. q(x_i) / (p(x_1) .. p(x_i)), and each step
@@ -81,7 +81,7 @@ def draft_given_text(
 
 
 def _rejected(p: Tensor, q: Tensor, x: Tensor, noise: Noise, candidates: int) -> tuple[Tensor, Tensor]:
-    """Return the rejected drafted token, and which of the other candidates was the text's token `x` `[n, 1]`."""
+    """Return rejected drafted tokens, and which further candidate is the text's token `x` `[n, 1]` (0: none)."""
     token = wrong = noise.draw(_residual(q, p, otherwise=q), 1)
     rank = torch.zeros_like(wrong)
     untried, r, left = torch.ones_like(wrong, dtype=torch.bool), _residual(p, q, otherwise=p), q
@@ -107,7 +107,7 @@ def _chance(q: Tensor, p: Tensor, possible: Tensor) -> Tensor:
 
 
 def _residual(a: Tensor, b: Tensor, *, otherwise: Tensor) -> Tensor:
-    """Return norm((a - b)+) for each row; `otherwise` where nothing is left."""
+    """Return norm((a - b)+) for each row; the row of `otherwise` if (a - b)+ is zero."""
     left = (a - b).clamp(min=0)
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, otherwise)

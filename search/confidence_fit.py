@@ -1,6 +1,6 @@
-"""Fit the confidence of drafted tokens to their probability, the gap of the two best logits, or both.
+"""Fit the chance that a drafted token is right by its probability, the gap between the two best logits, or both.
 
-The inputs are chosen by the log loss of a logistic regression on a trace.
+The inputs are those whose logistic regression on a trace has the lowest log loss.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .acceptance_fit import drafted
 from .replay import Replay
 from .trace import Trace
 
-FEWEST = 60  # the fewest drafted tokens for a fit; a tenth of this is the fewest wrong, or right, ones
-BETTER = 0.98  # times the log loss of the best single feature, below which both features are used
+FEWEST = 60  # the fewest drafted tokens for a fit; a tenth of this is the fewest wrong, and right, tokens
+BETTER = 0.98  # both features are used if their log loss is below this share of the best single feature's
 LARGEST = 30.0  # bound on a feature's absolute value
 GAP = Confidence(probability=0.0, gap=1.0)  # g / (1 + g) for a gap g
 DIGITS = 4
@@ -31,7 +31,8 @@ Floats = NDArray[np.float64]
 def fit_confidence(replay: Replay, path: DraftPath, *, draft: int, share: float) -> Confidence:
     """Fit the confidence to drafts of `draft` tokens along a path, from a `share` of the replay's starts.
 
-    The replay's confidence is the probability afterwards. The fit is the probability itself where tokens are too few.
+    Returns `PROBABILITY` (the token's probability is its confidence) if there are too few drafted tokens. Sets
+    `replay.confidence` to `PROBABILITY`.
     """
     controller = FixedK(min(draft, replay.depth))
     traces: dict[Confidence, list[Trace]] = {}
@@ -43,9 +44,9 @@ def fit_confidence(replay: Replay, path: DraftPath, *, draft: int, share: float)
 
 
 def features(by_probability: Sequence[Trace], by_gap: Sequence[Trace]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """Return the log-odds, the log gap and the correctness of every drafted token that follows no wrong one.
+    """Return the log-odds, the log gap and the correctness of every drafted token that follows no wrong token.
 
-    The traces are of the same drafts, one with probabilities as confidences, the other with `GAP`.
+    Both arguments are traces of the same drafts: one has probabilities as confidences, the other the confidence `GAP`.
     """
     p, right = _token_arrays(by_probability)
     gap_confidence, _ = _token_arrays(by_gap)
@@ -63,10 +64,11 @@ def _token_arrays(traces: Sequence[Trace]) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def choose_confidence(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Confidence:
-    """Return the confidence with the least log loss; both features are used only where they are clearly better.
+    """Return the confidence with the least log loss, by one feature or, if clearly better, both features.
 
-    It is the share of right tokens where hardly any is wrong, or hardly any right, or where no feature helps. It is the
-    probability where there are fewer than `FEWEST` tokens.
+    `odds`: log-odds of the token's probability. `gap`: log of the gap between the two best logits. `right`: whether the
+    token is right. If hardly any token is wrong or hardly any is right, or if no feature helps, the confidence is the
+    share of right tokens, the same for every token. With fewer than `FEWEST` tokens it is the token's probability.
     """
     if len(right) < FEWEST:
         return PROBABILITY
@@ -90,7 +92,7 @@ def choose_confidence(odds: Floats, gap: Floats, right: NDArray[np.bool_]) -> Co
 
 
 def _fitted(columns: Sequence[Floats], right: NDArray[np.bool_]) -> tuple[float, tuple[float, ...]]:
-    """Return the mean log loss of a logistic regression on the columns, and its bias and weights."""
+    """Fit a logistic regression of `right` on `columns`; return its mean log loss, and (bias, *weights)."""
     from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped]
 
     x = np.stack(columns, axis=1)
@@ -100,5 +102,5 @@ def _fitted(columns: Sequence[Floats], right: NDArray[np.bool_]) -> tuple[float,
 
 
 def log_loss(odds: Floats, right: NDArray[np.bool_]) -> float:
-    """Return the mean of -log of the probability that log-odds assign to the outcomes."""
+    """Return the mean log loss: -log of the probability that the log-odds `odds` give to the outcomes `right`."""
     return float(np.mean(np.logaddexp(0, np.where(right, -odds, odds)))) if len(odds) else math.nan

@@ -26,7 +26,7 @@ FEWEST = 8  # the fewest new tokens for each prompt, however little time there i
 
 @dataclass(frozen=True, slots=True)
 class DecodingSettings:
-    """How tokens are chosen and sampled drafts verified; the fields are options of `LLM.generate`."""
+    """The settings by which tokens are chosen and sampled drafts verified; the fields are options of `LLM.generate`."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -36,7 +36,7 @@ class DecodingSettings:
     rule: str | None = None
 
     def check(self) -> None:
-        """Raise `SelfspecError` for a value out of range, and for a rule that does not fit."""
+        """Raise `SelfspecError` for a value out of range, and for a rule that does not fit the sampling settings."""
         find_rule(self.rule, Sampler(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self._seed))
 
     @property
@@ -46,7 +46,7 @@ class DecodingSettings:
 
     @property
     def verified_by(self) -> str:
-        """The verification rule; by default the one that is used without a seed."""
+        """The name of the verification rule; by default greedy at temperature 0, else block."""
         return self.rule or ("greedy" if self.temperature == 0 else "block")
 
     def sampler(self) -> Sampler:
@@ -56,7 +56,7 @@ class DecodingSettings:
         )
 
     def options(self, *, seed: int | None = None) -> Options:
-        """Return the settings as options of `LLM.run`."""
+        """Return the settings as options of `LLM.run`; `seed` None: the seed 0 for rule `match`, else no seed."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return Options(**named, seed=self._seed if seed is None else seed)
 
@@ -74,13 +74,13 @@ def continue_prompts(
     on_token: Callable[[int], None] = lambda done: None,
     deadline: Deadline | None = None,
 ) -> list[TargetText]:
-    """Decode every prompt (token ids) plainly, or read the continuations from the cache.
+    """Return the target's continuations of all prompts (token ids), decoded without drafts or read from the cache.
 
-    The first prompt is always decoded, to check that the cached texts are of this very model; the others are decoded in
-    one batch. `on_token` receives the number of tokens done, of the first prompt and then of the others, which ends at
-    twice `decoding.max_new_tokens`. At the `deadline` all texts end at the same length, but not before `FEWEST` tokens.
-    A cache that cannot be written is ignored; one that cannot be read is made again. Logits processors cannot be
-    identified by content, so with them nothing is cached.
+    The first prompt is always decoded, to check that the cached texts are those of this model; all other prompts are
+    decoded in one batch. `on_token` receives the number of decode steps done, for the first prompt and then for the
+    batch; it ends at twice `decoding.max_new_tokens`. At the `deadline` all texts end at the same length, but not
+    before `FEWEST` tokens. A cache that cannot be written is ignored; a cache that cannot be read is made again. With
+    logits processors, which cannot be identified by content, nothing is cached.
     """
     deadline, most = deadline or no_deadline(), decoding.max_new_tokens
     seeds = [None if decoding.temperature == 0 else seed * 65_537 + number for number in range(len(prompts))]
@@ -97,7 +97,7 @@ def continue_prompts(
     (first,), length = _decode(llm, prompts[:1], options[:1], most, half, on_token)
     path = cache_path(length)
     done = None if path is None else _read(path, len(prompts), length)
-    if done is None or done[0] != first:  # the cache key does not cover every weight
+    if done is None or done[0] != first:  # the key of the cache does not cover every weight of the model
         others, length = _decode(
             llm, prompts[1:], options[1:], length, deadline, lambda tokens: on_token(most + tokens)
         )
@@ -121,12 +121,12 @@ def _decode(
 ) -> tuple[list[list[int]], int]:
     """Decode at most `max_new_tokens` tokens after each prompt in one batch.
 
-    Returns the tokens, and the length that fit the time.
+    Returns the new tokens of each prompt, and the number of tokens that fit the time.
     """
     seqs = []
     for prompt, how in zip(prompts, options, strict=True):
         planned = llm.plan(prompt, how)
-        seqs.append(SequenceState([*prompt], max_new_tokens, planned.sampler, planned.ends, rule=planned.rule))
+        seqs.append(SequenceState([*prompt], max_new_tokens, planned.sampler, planned.final_tokens, rule=planned.rule))
     if seqs:
         with Engine(llm.runtime.with_new_cache(rows=len(seqs)), PlainDrafter()) as engine:
             for seq in seqs:

@@ -1,4 +1,4 @@
-"""The controllers in play while a search tunes when drafting stops, and the length of their drafts."""
+"""The controllers that a search tries for each path, and the longest drafts of these controllers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.types.costs import CostModel
 
-LONGEST_DRAFT = 12  # the longest draft of the controllers in play
-LONG_ENOUGH = 0.98  # of the best speed, were every token right: the speed that the longest draft in play must reach
+LONGEST_DRAFT = 12  # the longest draft of the controllers to try, in tokens
+LONG_ENOUGH = 0.98  # share of the best speed that the longest draft must reach if every token is right
 LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
 
 
 def controllers_in_play(depth: int) -> list[Controller]:
-    """Return fixed lengths, thresholds, adaptive thresholds and the rate-optimal rule, with drafts of at most `depth`.
+    """Return the controllers to try, of all kinds, with drafts of at most `depth` tokens.
 
     Fixed lengths are short, because a replay drafts to a fixed length from every start, while thresholds end most
     drafts early.
@@ -31,10 +31,10 @@ def controllers_in_play(depth: int) -> list[Controller]:
 
 
 def long_enough(costs: CostModel, draft: float, most: int) -> int:
-    """Return the least draft length, at most `most`, at which hardly any speed can be lost.
+    """Return the least draft length that can reach nearly the speed of all lengths up to `most`.
 
-    Were every drafted token right, drafts of that length would reach `LONG_ENOUGH` of the best speed of all lengths up
-    to `most`; `draft`: the seconds of a draft step. Where drafts are expensive, long ones hardly gain even then.
+    If every drafted token were right, drafts of this length would reach `LONG_ENOUGH` times the speed of the fastest
+    length. If draft steps are expensive, longer drafts hardly gain even then. `draft`: the seconds of a draft step.
     """
 
     def speed(k: int) -> float:
@@ -45,7 +45,7 @@ def long_enough(costs: CostModel, draft: float, most: int) -> int:
 
 
 def deepest(controllers: Sequence[Controller]) -> int:
-    """Return the most tokens that any of the controllers may draft."""
+    """Return the length of the longest draft that any of the controllers allows."""
     depth = 1
     while any(c.min_confidence(depth) <= 1 for c in controllers):
         depth += 1

@@ -1,4 +1,4 @@
-"""Draft heads over a part of the vocabulary, for models whose head takes a large share of a draft step."""
+"""Draft vocabularies smaller than the model's, for models whose LM head takes a large share of a draft step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from selfspec.text.token_counts import frequent
 
 from .objective import ReplayObjective, Score
 
-SHARES = (4, 16)  # divisors of the vocabulary: its most frequent quarter, and sixteenth
-WORTH_TRYING = 0.1  # the least share of a draft step in the head
+SHARES = (4, 16)  # the most frequent quarter and sixteenth of the vocabulary are tried
+WORTH_TRYING = 0.1  # the head's least share of a draft step for which smaller vocabularies are tried
 
 
 def with_smaller_head(
     objective: ReplayObjective, score: Score, *, texts: Iterable[Sequence[int]], size: int
 ) -> Score | None:
-    """Score the path of `score` with smaller draft vocabularies; return the best if faster than `score`, else None.
+    """Score the path of `score` with smaller draft vocabularies; return the best score if it is faster, else None.
 
-    `size`: the vocabulary size. `texts`: the token ids whose frequencies count. They must not be the scored texts,
-    whose tokens would all be in the draft vocabulary. They are not read where the head is a small part of a draft step.
+    `size`: the vocabulary size. `texts`: token ids, whose most frequent tokens make the draft vocabulary. These texts
+    must not be the scored texts, whose tokens would all be in the draft vocabulary. If the head takes a small part of a
+    draft step, `texts` are not read and None is returned.
     """
     if not objective.head_share_reaches(WORTH_TRYING, score.path):
         return None

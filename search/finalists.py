@@ -1,4 +1,4 @@
-"""Measure the best few paths of a search for real, and make the profile of the best one."""
+"""Measure the best few paths of a search by real decoding, and make the profile of the best path."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .prepare import Search
 from .replay import Replay
 from .rescoring import Rescore, clearly_best
 
-WITHIN_REACH = 0.9  # of plain decoding's speed: paths predicted to be slower are no finalists
+WITHIN_REACH = 0.9  # of the speed of plain decoding: slower paths by prediction are not finalists
 ROUNDS = 3  # the most measuring rounds
 FEW = 3  # the fewest prompts for a useful interval
-NARROW, CLEAR = 0.04, 0.02  # an interval's width, or its distance from 1, at which measuring may stop
+NARROW, CLEAR = 0.04, 0.02  # measuring may stop at this width of the speedup's interval, or distance from 1
 ENOUGH = 16  # new tokens for each prompt, below which fewer prompts are measured
 HELD_BACK = 1.2  # safety factor on the expected time of the next prompt
 Refinement = Callable[[Score], Score | None]
-"""A further change to a scored path: it returns the new score where that is better, else None."""
+"""A function that changes a scored path further and returns the new score, or None if it is no better."""
 PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts to measure on: token ids, and whether none of them was searched on."""
+    """Prompts to measure on, as token ids; `held_out`: whether no trial was scored on any of these prompts."""
 
     prompts: tuple[list[int], ...]
     held_out: bool
@@ -56,19 +56,21 @@ def finish(
 ) -> Profile:
     """Choose among the best few of `scores`, measure the chosen one, and complete the profile `base`.
 
-    The best of many noisy scores is biased. So `rescore` chooses one of the finalists, sorted with the best first, by
-    texts that none was scored on; without `rescore` the one that measures best is chosen. The chosen one is then
-    measured against plain decoding. Prompts and tokens are as many as fit the time. The best of an interrupted search
-    is taken unmeasured. So is the best of a search for drafts with a KV cache of their own, because selfspec does not
-    decode with one. An interrupt here ends the measuring. `refinements`: named refinements to try on the best; a better
-    result joins the finalists. Raises `SelfspecError` when nothing was scored.
+    The best of many noisy scores is biased. Therefore `rescore` chooses among the finalists, sorted with the best
+    first, by texts that no finalist was scored on; without `rescore`, the finalist that measures best is chosen. The
+    chosen path is then measured against plain decoding (without drafts), on as many prompts and tokens as fit the time.
+    The best path of an interrupted search is not measured; nor is the best path of a search with `kv` "own", because
+    selfspec does not decode with a separate KV cache for drafts. An interrupt here ends the measuring. `refinements`:
+    names and functions of further changes to try on the best path; a better result joins the finalists. `replay`: to
+    predict the speed of the saved profile (None: no prediction). `keep_best`: save the best path even if plain decoding
+    is faster. Raises `SelfspecError` if no path was scored.
     """
     record = base.search
     assert record is not None
     ranked = {score.path: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
     finalists = _finalists(search, list(ranked.values())[::-1])
     if not finalists:
-        raise SelfspecError("no draft path could be scored: every one proposed costs more than max_draft_cost allows")
+        raise SelfspecError("no draft path could be scored: every proposed path exceeds max_draft_cost or extra_memory")
     measured: Measurement | None = None
     best, confidence = finalists[0], search.ledger.confidence
     try:
@@ -83,7 +85,7 @@ def finish(
     profile = profile_from_score(base, best, confidence) if use_best else base
     predicted = None
     if use_best and replay is not None and base.costs is not None:
-        search.watch.stage("predicting what it brings", None)
+        search.watch.stage("predicting the speed of the profile", None)
         predicted = predict(replay, profile, trained=best.path.trained)
     extra_bytes = search.llm.runtime.extra_bytes(profile.path) if profile.path.low_precision else None
     return profile.model_copy(
@@ -107,7 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def profile_from_score(base: Profile, score: Score, confidence: Confidence | None) -> Profile:
-    """Return a profile that drafts as was scored, with every option of its controller written out."""
+    """Return `base` with the scored path, controller and candidates; all options of the controller are explicit."""
     draft = LayerSkipSpec.from_path(
         score.path,
         make_controller(score.controller).spec(),
@@ -120,7 +122,10 @@ def profile_from_score(base: Profile, score: Score, confidence: Confidence | Non
 
 
 def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
-    """Return the best few and, unless pruned, the path that every search starts from, as no luck selected it."""
+    """Return the best few scores, and the score of the path that every search starts from, unless it was pruned.
+
+    The start path is included because chance did not select it.
+    """
     start = search.space.path(search.space.start)
     return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
 
@@ -128,7 +133,7 @@ def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
 def _with_refinements(
     search: Search, finalists: Sequence[Score], refinements: Sequence[tuple[str, Refinement]]
 ) -> list[Score]:
-    """Return the finalists and the refinements of the best one that fit the time, the best first."""
+    """Return the finalists and the better refinements of the best finalist that fit the time, the best first."""
     longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
     eligible = [*finalists]
     for name, refine in refinements:
@@ -140,7 +145,7 @@ def _with_refinements(
 
 
 def _best(search: Search, base: Profile, finalists: Sequence[Score], eval_set: HeldOut) -> Score:
-    """Return the finalist that measures best, all interleaved; without time for that, the clearly best score."""
+    """Return the finalist that decodes fastest in interleaved runs; without time for runs, decide by the scores."""
     deadline = search.budget.deadline("choosing")
     prompts, eligible = eval_set.prompts[:CHOOSING], [*finalists]
     while len(eligible) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(eligible))):
@@ -159,7 +164,7 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], eval_set: H
 
 
 def _measured(search: Search, profile: Profile, eval_set: HeldOut) -> Measurement | None:
-    """Measure the best against plain decoding; return None where there is no time."""
+    """Measure the best path against plain decoding; return None if there is no time."""
     deadline, watch = search.budget.deadline("measuring"), search.watch
     new = _tokens(search, deadline, eval_set.prompts, methods=2)
     if not new:
@@ -183,9 +188,9 @@ def _measured(search: Search, profile: Profile, eval_set: HeldOut) -> Measuremen
 
 
 def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]], *, methods: int) -> int:
-    """Return how many new tokens fit the time with each method on several prompts; 0 if fewer than `FEWEST` fit.
+    """Return how many new tokens per prompt fit the time with `methods` methods; 0 if fewer than `FEWEST` fit.
 
-    Fewer prompts are preferred to fewer than `ENOUGH` tokens. The first prompt is run once more, as a warm-up.
+    The number of prompts is reduced before the number of tokens falls below `ENOUGH`. The time includes a warm-up run.
     """
     most, pace = search.decoding.max_new_tokens, search.pace
     if math.isinf(deadline.left):
@@ -199,7 +204,7 @@ def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]]
 
 
 def _counted(search: Search) -> Callable[[str, int], None]:
-    """Return a callback that reports the number of runs to the search's callbacks after every run."""
+    """Return a callback that, after every run, reports the number of runs done as the search's progress."""
     done = 0
 
     def on_run(_name: str, _prompt: int) -> None:
@@ -221,7 +226,7 @@ def _in_time(deadline: Deadline) -> Callable[[Runs], bool]:
 
 
 def _settled(runs: Runs, prompts: int) -> bool:
-    """Return whether all prompts were run equally often, and the speedup's interval is narrow or clear of 1."""
+    """Return whether all prompts ran equally often, and the speedup's interval is narrow or clearly excludes 1."""
     done = runs.stats["draft"]
     if len(done) < max(prompts, FEW) or len({*map(len, done)}) > 1:
         return False
@@ -231,25 +236,25 @@ def _settled(runs: Runs, prompts: int) -> bool:
 
 def _note(best: Score, measured: Measurement | None, search: SearchRecord, *, use_best: bool) -> str | None:
     attention, mlp = list(best.skip.attention), list(best.skip.mlp)
-    description = f"the best set found (attention {attention}, mlp {mlp})"
+    description = f"the best skip set found (attention {attention}, mlp {mlp})"
     if best.path.low_precision:
         description = f"the best draft path found ({best.path.summary})"
     if search.kv == "own":
         ended = f"interrupted after {search.trials} trials; " if search.interrupted else ""
         if use_best:
-            return f"{ended}for a draft model with a cache of its own, whose speed is predicted, not measured"
+            return f"{ended}for a draft model with a separate KV cache; its speed is predicted, not measured"
         return (
-            f"{ended}nothing is predicted to beat plain decoding: {description}, as a draft model with a cache "
-            f"of its own, comes to {best.speedup:.3g} times its speed, so this profile skips nothing"
+            f"{ended}nothing is predicted to beat plain decoding: {description}, as a draft model with a separate "
+            f"KV cache, reaches {best.speedup:.3g} times the speed of plain decoding, so this profile skips nothing"
         )
     if measured is None:
-        ended = f"interrupted after {search.trials} trials" if search.interrupted else "there was no time for more"
+        ended = f"interrupted after {search.trials} trials" if search.interrupted else "too little time was left"
         return f"{ended}; not measured"
     if measured.speedup > 1:
         return None if measured.interval[0] > 1 else "not certain: the measured speedup's interval includes 1"
     if use_best:
-        return f"plain decoding was faster: this set ran at {measured.speedup} times its speed where it was measured"
+        return f"plain decoding was faster: this draft path reached {measured.speedup} times its speed when measured"
     return (
-        f"nothing beat plain decoding: {description} ran at {measured.speedup} times its speed, "
+        f"nothing beat plain decoding: {description} reached {measured.speedup} times its speed, "
         "so this profile skips nothing"
     )

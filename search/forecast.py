@@ -16,30 +16,30 @@ from .controller_grid import LONGEST_DRAFT
 from .objective import ALONE, RANKING_SHARE
 from .warm_starts import BUDGETS
 
-FINALISTS, CHOOSING = 4, 4  # paths to choose among, and the prompts that they are measured on
-WIDE, SLOW = 64, 0.1  # rows of the wide pass to time, and seconds of a step from which a narrower pass is timed
+FINALISTS, CHOOSING = 4, 4  # number of best paths to choose among, and of prompts to measure the paths on
+WIDE, SLOW = 64, 0.1  # rows of the wide pass to time; seconds of a step from which a narrower pass is timed
 STREAM_POSITIONS = 6  # positions of each text whose residual streams are read
 TRIALS = 12  # trials that should fit the time, even if that means less text
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # shares of the texts' tokens, as time allows
-TEXTS = 3  # the fewest texts, if there are enough: with fewer, no path can be pruned
-# Draft steps from each start in a trial that is not pruned, as a share of the longest draft: a typical share, and the
-# share with a quantised base mode; then the factors from the typical time of a trial to the least and the most.
+TEXTS = 3  # the fewest texts, if there are as many prompts: with fewer texts, no path can be pruned
+# Draft steps from each draft position in a trial that is not pruned, as a share of the longest draft: typically, and
+# with a quantised base mode; then the factors from the typical time of a trial to the shortest and the longest time.
 ROWS, QUANTIZED_ROWS, LEAST, MOST = 0.15, 0.45, 0.6, 1.7
-CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # draft length, and share of the starts, to fit the confidence on
-OTHERS = 0.8, 1.15  # the least and the most time of the other phases, times the expected time
-LATE = 0.1  # share of the requested time by which a search may be late
+CONFIDENT, CONFIDENCE_SHARE = 3, 0.25  # draft length, and share of the draft positions, for fitting the confidence
+OTHERS = 0.8, 1.15  # factors from the expected time of all phases but the trials to the shortest and longest time
+LATE = 0.1  # share of the time limit by which a search may be late
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a pass over one row, and of every further row of a wide pass."""
+    """The speed of a model: seconds of a pass over one row (`step`), and of each further row of the pass (`row`)."""
 
     step: float
     row: float
 
     @classmethod
     def from_runtime(cls, runtime: Runtime, context: int) -> Pace:
-        """Time the model over `context` keys, in about a second or three passes.
+        """Time the model with `context` keys in its KV cache, for about a second or three passes.
 
         Raises `BusyError` while the runtime has a stream.
         """
@@ -59,13 +59,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class SearchTask:
-    """The amount of work in a search.
+    """The amount of work that a search has to do.
 
-    `prompts`: the tokens of each prompt searched on, `eval_prompts` of each measured on; `max_new_tokens`: the tokens
-    that continue each. `variables`: the number of single changes to rank; 0 without ranking. `trials`: the trials still
-    to be made. `replayed`: whether trials are replayed, else decoded. `measured`: whether the best is measured.
-    `texts_fixed`: whether the study has fixed its texts; `costs_known`: whether costs are known. `quantized_base`:
-    whether likely paths run quantised, with drafts that are hardly ever wrong.
+    `prompts`: the lengths in tokens of the prompts to search on; `eval_prompts`: of the prompts to measure on.
+    `max_new_tokens`: the number of new tokens for each prompt. `variables`: the number of single changes to rank; 0
+    without ranking. `trials`: the number of trials still to be made. `replayed`: whether trials are replayed (else
+    decoded). `measured`: whether the best path is measured. `texts_fixed`: whether the study has fixed its texts;
+    `costs_known`: whether it has a cost model. `quantized_base`: whether promising paths run quantised, so that drafts
+    are hardly ever wrong.
     """
 
     prompts: tuple[int, ...]
@@ -80,7 +81,7 @@ class SearchTask:
     quantized_base: bool = False
 
     def scaled(self, share: float) -> SearchTask:
-        """Return the task with about this share of the tokens: fewer texts, and shorter ones."""
+        """Return the task with about `share` of the new tokens: fewer and shorter texts."""
         count, new = len(self.prompts), self.max_new_tokens
         texts = max(min(TEXTS, count), round(count * math.sqrt(share)))
         return replace(
@@ -88,7 +89,7 @@ class SearchTask:
         )
 
     def least(self) -> SearchTask:
-        """Return the task with one text of the least length, unless the study has fixed its texts."""
+        """Return the task with a single text of the least length, unless the study has fixed its texts."""
         return (
             self
             if self.texts_fixed
@@ -96,7 +97,7 @@ class SearchTask:
         )
 
     def prompt(self, pace: Pace) -> float:
-        """Return the seconds of a prompt's prefill."""
+        """Return the mean seconds of the prefill of a prompt."""
         return pace.rows(statistics.mean(self.prompts))
 
     def trial(self, pace: Pace) -> float:
@@ -107,7 +108,7 @@ class SearchTask:
         return LONGEST_DRAFT * (pace.step + share * len(self.prompts) * self.max_new_tokens * pace.row)
 
     def reading(self, pace: Pace) -> float:
-        """Return the seconds of prefilling the texts, and of one replay for each of the confidence's two features."""
+        """Return the seconds of prefilling the texts and of the two replays to which the confidence is fitted."""
         n = len(self.prompts)
         sure = (
             0.0
@@ -117,7 +118,7 @@ class SearchTask:
         return n * self.prompt(pace) + sure
 
     def needs(self, pace: Pace) -> dict[str, float]:
-        """Return the seconds of each phase, done in full."""
+        """Return the expected seconds of each phase, by its name in `SHARES`, if no phase is cut short."""
         n, prompt, trial = len(self.prompts), self.prompt(pace), self.trial(pace)
         seconds = dict.fromkeys(SHARES, 0.0) | {"trials": self.trials * trial}
         if self.measured:
@@ -144,7 +145,7 @@ class SearchTask:
         }
 
     def fits(self, pace: Pace, budget: Budget) -> bool:
-        """Return whether the time allows these texts, and several trials on them."""
+        """Return whether the time allows the texts of this task and several trials on these texts."""
         needs = {"texts": self.needs(pace)["texts"], "trials": min(TRIALS, self.trials) * self.trial(pace)}
         needs["ranking"] = self.reading(pace) if self.replayed else 0.0
         return all(seconds <= budget.part(phase) for phase, seconds in needs.items())
@@ -153,7 +154,7 @@ class SearchTask:
 def fit_to_budget(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
     """Return the task with as much text as fits the time; None where no trial fits.
 
-    The budget then expects the needs of the phases.
+    If the task fits, `budget` is told the seconds that each phase needs.
     """
     planned = task
     if budget.limited and not task.texts_fixed:
@@ -168,20 +169,20 @@ def fit_to_budget(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | 
 
 
 def forecast_summary(task: SearchTask, pace: Pace, budget: Budget) -> str:
-    """Return a line about how long a task takes, done in full, and the speeds that this is forecast from."""
+    """Return a line of text with the expected duration of `task`, and the speeds that the forecast is based on."""
     needs = task.needs(pace)
     others, trials = budget.spent + sum(needs.values()) - needs["trials"], needs["trials"]
     low, high = OTHERS[0] * others + LEAST * trials, OTHERS[1] * others + MOST * trials
     span = f"about {_span(low, high)}, by a plain step of {pace.step * 1e3:.3g} ms and {pace.row * 1e3:.2g} ms a row"
     if not budget.limited:
-        return f"this will take {span}; minutes bound it"
+        return f"this will take {span}; `minutes` limits it"
     if high <= budget.seconds:
         return f"this will take {span}"
-    return f"this would take {span}; it is cut down to the {_span(budget.seconds, budget.seconds)} asked for"
+    return f"this would take {span}; it is shortened to the limit of {_span(budget.seconds, budget.seconds)}"
 
 
 def _span(low: float, high: float) -> str:
-    """Return a range of seconds as text."""
+    """Return a range of seconds as text, in seconds or minutes."""
     unit, each, digits = ("s", 1.0, 0) if high < 100 else ("minutes", 60.0, 1)
     ends = [f"{seconds / each:.{digits}f}".removesuffix(".0") for seconds in (low, high)]
     return f"{' to '.join(dict.fromkeys(ends))} {unit}"

@@ -14,14 +14,15 @@ from .ledger import Entry, Ledger
 
 
 def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = lambda entry: None) -> list[Entry]:
-    """Return the Pareto front of acceptance, draft cost and `memory` by rising draft cost, without pruned trials.
+    """Return the trials on the Pareto front of acceptance, draft cost and memory, by rising draft cost.
 
-    Of several equal trials the first is returned. Unknown memory counts as none.
+    `memory` returns the extra memory of a trial's path; None counts as 0. Pruned trials are left out. Of several equal
+    trials, the first trial is returned.
     """
     known = [e for e in entries if e.draft_cost is not None and not e.score.pruned]
     ranked = sorted(((e.draft_cost or 0.0, memory(e) or 0.0, -e.score.acceptance_rate, i) for i, e in enumerate(known)))
     front: list[tuple[float, float, float, int]] = []
-    for cost, extra_memory, wrong, i in ranked:  # no later trial costs less
+    for cost, extra_memory, wrong, i in ranked:  # later trials cost no less
         if not any(other[1] <= extra_memory and other[2] <= wrong for other in front):
             front.append((cost, extra_memory, wrong, i))
     return [known[i] for *_, i in front]
@@ -35,10 +36,10 @@ def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
 
 
 def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory: float | None = None) -> Entry:
-    """Return the trial that is predicted fastest, with a draft step of at most `max_draft_cost` of a plain step.
+    """Return the fastest trial by prediction whose draft step costs at most `max_draft_cost` of a plain step.
 
-    `max_memory`: the most extra memory, as a share of the model's bytes. Raises `SelfspecError` where no trial
-    qualifies.
+    `max_memory`: the largest extra memory, as a share of the model's bytes. None: no limit. Raises `SelfspecError` if
+    no trial is within the limits.
     """
     known = [e for e in ledger.entries if not e.score.pruned]
     if max_memory is not None:
@@ -47,8 +48,8 @@ def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory:
         known = [e for e, share in zip(known, shares, strict=True) if share <= max_memory]
         if shares and not known:
             raise SelfspecError(
-                f"{ledger.description}: no trial holds {max_memory:g} of the model's bytes or less; "
-                f"the smallest holds {min(shares):.3f}"
+                f"{ledger.description}: no trial's extra memory is {max_memory:g} of the model's bytes or less; "
+                f"the smallest is {min(shares):.3f}"
             )
     if max_draft_cost is not None:
         costs = [e.draft_cost for e in known if e.draft_cost is not None]
@@ -64,7 +65,7 @@ def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory:
 
 
 def as_profile(ledger: Ledger, entry: Entry) -> Profile:
-    """Return the profile of a trial, as the search would write it, but not measured."""
+    """Return the profile that the search would save if it chose this trial, without measurements."""
     settings, texts, score = ledger.settings, ledger.texts, entry.score
     calibration = None if texts is None else texts.calibration
     if calibration is None:

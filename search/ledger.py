@@ -34,14 +34,14 @@ from .space import Space
 from .space_filter import Choices
 from .storage import MEMORY, display_name, is_database, open_storage, resolve_storage, storage_errors
 
-PATIENCE = 10.0  # times the longest trial, plus a minute: the age at which a worker's claim lapses
+PATIENCE = 10.0  # a worker's claim lapses after a minute plus this many times the seconds of the longest trial
 
 
 class ScoredTexts(Data):
-    """The amount of text that a study's trials are scored on: the first few of its prompts.
+    """The amount of text that a study's trials are scored on.
 
     In a search of limited time the number of prompts, and of tokens after each at most, depends on how fast the model
-    runs, so both are fixed once. `calibration`: the profile's record of these prompts.
+    runs, so both numbers are fixed once. `calibration`: the profile's record of these prompts.
     """
 
     prompts: Positive
@@ -51,7 +51,11 @@ class ScoredTexts(Data):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One completed trial. `draft_cost`: a draft step as a share of a plain step; `seconds`: the time of scoring."""
+    """One completed trial.
+
+    `draft_cost`: a draft step as a share of a plain decoding step; None without a cost model. `seconds`: the time of
+    scoring. `worker`: the id of the worker that scored the path.
+    """
 
     score: Score
     draft_cost: float | None
@@ -62,11 +66,12 @@ class Entry:
 class Ledger:
     """The trials of one study, by every worker that shares it.
 
-    Each trial is added only when complete, so that a kill leaves none unfinished. Results that all trials rest on (the
-    settings, the amount of text, the cost model, the narrowed space, the confidence, the gains of single changes) are
-    stored as trials marked failed. The first of each kind counts, so that workers that start together agree. A worker
-    claims the path that it is scoring in an attribute of the study. Raises `SelfspecError` when the study has other
-    settings, is damaged, or cannot be reached.
+    A trial is added only when it is complete, so that a kill leaves no unfinished trial. Results that all trials depend
+    on (the settings, the amount of text, the cost model, the narrowed space, the confidence, the gains of single
+    changes) are stored as trials marked failed. The first record of each kind counts, so that workers that start
+    together agree. While a worker scores a path, it claims the path in an attribute of the study. `settings` None: the
+    study is opened for reading and must exist; `study` None: the only study in the storage. Raises `SelfspecError` when
+    the study has other settings, is damaged, or cannot be reached.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Ledger:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The search's settings. Raises `SelfspecError` where no search has begun."""
+        """The settings of the search. Raises `SelfspecError` if the study holds no search."""
         settings: dict[str, Any] | None = self._records.get("settings")
         if settings is None:
             raise SelfspecError(f"{self.description}: holds no search of selfspec")
@@ -113,59 +118,59 @@ class Ledger:
 
     @property
     def costs(self) -> CostModel | None:
-        """The cost model that all scores rest on; None until it is kept."""
+        """The cost model that all scores depend on; None until `keep_costs`."""
         costs: CostModel | None = self._records.get("costs")
         return costs
 
     @property
     def texts(self) -> ScoredTexts | None:
-        """The amount of text that trials are scored on; None until it is kept."""
+        """The amount of text that trials are scored on; None until `keep_texts`."""
         texts: ScoredTexts | None = self._records.get("texts")
         return texts
 
     def keep_texts(self, texts: ScoredTexts) -> ScoredTexts:
-        """Keep the amount of text, unless another worker was first, and return the one kept."""
+        """Store the amount of text, unless another worker has stored it, and return the stored amount."""
         stored: ScoredTexts = self._store_once("texts", texts.model_dump(mode="json"))
         return stored
 
     def keep_costs(self, costs: CostModel) -> None:
-        """Keep the cost model, unless another worker was first."""
+        """Store the cost model, unless another worker has stored a cost model."""
         self._store_once("costs", costs.model_dump(mode="json"))
 
     @property
     def confidence(self) -> Confidence | None:
-        """The confidence: the estimate that a drafted token is right; None until it is kept."""
+        """The fitted estimate of the chance that a drafted token is right; None until `keep_confidence`."""
         confidence: Confidence | None = self._records.get("confidence")
         return confidence
 
     def keep_confidence(self, confidence: Confidence) -> Confidence:
-        """Keep the confidence, unless another worker was first, and return the one kept."""
+        """Store the confidence, unless another worker has stored it, and return the stored confidence."""
         stored: Confidence = self._store_once("confidence", confidence.model_dump(mode="json"))
         return stored
 
     @property
     def choices(self) -> Choices | None:
-        """The choices that the space was narrowed to; None until they are kept."""
+        """The modes that the search space was narrowed to; None until `keep_choices`."""
         choices: Choices | None = self._records.get("choices")
         return choices
 
     def keep_choices(self, choices: Choices) -> Choices:
-        """Keep the choices of the narrowed space, unless another worker was first, and return those kept."""
+        """Store the modes of the narrowed space, unless another worker has stored modes; return the stored modes."""
         stored: Choices = self._store_once("choices", choices.model_dump(mode="json"))
         return stored
 
     @property
     def gains(self) -> Gains | None:
-        """The gain of each choice of each variable when it alone is changed; None until `keep_gains`."""
+        """The speedup for each mode of each variable if only this variable is changed; None until `keep_gains`."""
         gains: Gains | None = self._records.get("gains")
         return gains
 
     def keep_gains(self, gains: Gains) -> None:
-        """Keep the gain of each choice of each variable alone, unless another worker was first."""
+        """Store the speedup of each single change, unless another worker has stored these speedups."""
         self._store_once("gains", [list(row) for row in gains])
 
     def _store_once(self, key: str, value: Any) -> Any:
-        """Store `value` under `key` unless the study has one, and return the stored value."""
+        """Store `value` under `key`, unless the study has a value for `key`; return the stored value."""
         if key not in self._records:
             with self._errors():
                 attrs = {"kind": key, "value": value}
@@ -192,7 +197,7 @@ class Ledger:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the trials that any worker has added since."""
+        """Read the trials that any worker has added since the last call."""
         with self._errors():
             trials = self._study.get_trials(deepcopy=False)
         try:
@@ -219,7 +224,7 @@ class Ledger:
             self.scores.setdefault(score.path, score)
 
     def claim_finish(self) -> bool:
-        """Return whether this worker is to measure the finalists: the first of the study's present workers to ask."""
+        """Return whether this worker measures the finalists: the first running worker of the study that asks does."""
         with self._errors():
             value = {"worker": self.worker, "time": time.time()}
             self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"kind": "finish", "value": value}))
@@ -263,15 +268,15 @@ _RECORDS: dict[str, Callable[[Any], Any]] = {
 
 
 def _study(storage: BaseStorage, name: str | None, *, make: bool) -> optuna.Study:
-    """Open the study of that name, or the only one (None); with `make`, create it if missing."""
+    """Open the study `name` (None: the only study in the storage); with `make`, create a missing study."""
     if make:
         return optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
     names = sorted(optuna.get_all_study_names(storage))
     if name is None and len(names) == 1:
         name = names[0]
     if name not in names:
-        wanted = "it is not said which study is meant" if name is None else f"there is no study '{name}' there"
-        raise SelfspecError(f"{wanted}; it holds {', '.join(names) or 'none'}")
+        wanted = "study: not named" if name is None else f"study '{name}': not in this storage"
+        raise SelfspecError(f"{wanted}; the storage holds {', '.join(names) or 'no study'}")
     return optuna.load_study(study_name=name, storage=storage)
 
 

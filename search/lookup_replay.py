@@ -1,6 +1,6 @@
-"""Prompt lookup on a trace: the draft passes that lookup tokens spare.
+"""Prompt lookup on a trace: the draft passes that lookup tokens save.
 
-Lookup depends on the text alone, so it is repeated at every start exactly as decoding would do it.
+A lookup depends on the text alone. Therefore it is repeated at every start (draft position) as decoding would do it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .trace import Trace
 
 
 def with_lookup_tokens(replay: Replay, traces: Sequence[Trace], chain: ProposerChain) -> list[Trace]:
-    """Return the traces with the passes that draft from every start, and with lookup tokens that need no draft step.
+    """Return the traces with the fields `passes` and `free`, which hold the effects of the lookup tokens of `chain`.
 
-    Without proposers the traces are returned unchanged.
+    If `chain` has no proposers, the traces are returned unchanged.
     """
     if not chain.proposers:
         return [*traces]
@@ -39,9 +39,9 @@ def _add_lookup_tokens(text: TargetText, trace: Trace, chain: ProposerChain, end
 
 
 def spared(traces: Sequence[Trace], costs: CostModel) -> float:
-    """Return the share of a draft step that lookup tokens spare each drafted token.
+    """Return the share of a draft step that lookup tokens save for each drafted token, on average.
 
-    The mean is over every draft up to and including its first wrong token.
+    The average is over the tokens of every draft up to and including its first wrong token.
     """
     price = costs.passes(1.0)
     tokens = seconds = 0.0

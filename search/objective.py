@@ -34,9 +34,9 @@ from .lookup_replay import spared, with_lookup_tokens
 from .replay import Replay
 from .trace import Trace, walk
 
-SHARES = (0.25, 0.5, 1.0)  # of each text's starts, replayed in turn until the path is pruned
-RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of skipping each alone
-ERRORS = 0.5  # standard errors by which a pruned path is worse than the best
+SHARES = (0.25, 0.5, 1.0)  # of each text's starts (draft positions), replayed in turn until the path is pruned
+RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of skipping one alone
+ERRORS = 0.5  # standard errors by which a path must be worse than the best path to be pruned
 WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each position
 ALONE = 2  # draft length when sub-layers are skipped one at a time to find the gain of each
 DINKELBACH, RATE_KNOWN = 8, 1e-3  # the most iterations, and the change of the rate below which they end
@@ -44,12 +44,13 @@ DINKELBACH, RATE_KNOWN = 8, 1e-3  # the most iterations, and the change of the r
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of a draft path with the best controller. `pruned`: only a share of the starts was replayed.
+    """The score of a draft path with the best controller for it.
 
-    `tokens_per_second` excludes prefill under replay, and includes it when decoding was timed. `candidates`: the most
-    for each position, the drafted token included. `acceptance`: the acceptance curve that the controller uses.
-    `proposers`: the sources of lookup tokens that a draft step checks. `spared`: the share of a draft step that lookup
-    tokens spare each drafted token.
+    `tokens_per_second` excludes prefill if predicted from a replay, and includes prefill if decoding was timed.
+    `speedup`: over plain decoding. `pruned`: whether the replay ended early, because the path was clearly worse than
+    the best path. `candidates`: the largest number of candidate tokens for each position, the drafted token included.
+    `acceptance`: the acceptance curve that the controller uses (None: it uses none). `proposers`: the sources of lookup
+    tokens that a draft step checks. `spared`: the share of a draft step that lookup tokens save for each drafted token.
     """
 
     path: DraftPath
@@ -78,7 +79,11 @@ class Objective(Protocol):
 
 
 class WallClockObjective:
-    """The paper's objective (2309.08168, section 3.2): tokens per second of real decoding, prefill included."""
+    """The objective of Draft & Verify (2309.08168, section 3.2): tokens per second of decoding, prefill included.
+
+    `controller` None: the adaptive threshold. `on_prompt` receives the number of plain decodings done: a warm-up, then
+    every prompt.
+    """
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class WallClockObjective:
         self._plain = Stats.total(parts[1:]).tokens_per_second
 
     def score(self, path: DraftPath | SkipSet) -> Score:
-        """Decode every prompt along the path and return its score."""
+        """Decode every prompt with drafts along `path`, and return the score of `path`."""
         path = as_path(path)
         total = decode_all(self._llm, self._llm.layer_skip(path, self._controller), self._prompts, self._decoding)
         speed = total.tokens_per_second
@@ -114,7 +119,7 @@ def decode_all(llm: LLM, drafter: Drafter, prompts: Sequence[Prompt], decoding: 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A controller, the most candidates for each position, and the share of a draft step that lookup tokens spare."""
+    """A controller and the number of candidates to draft with; the fields are those of `Score`."""
 
     controller: Controller
     candidates: int = 1
@@ -123,7 +128,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Tokens and predicted seconds of every text under one plan."""
+    """The statistics and the predicted seconds of every text under one plan."""
 
     plan: _Plan
     stats: tuple[Stats, ...]
@@ -137,7 +142,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best path so far, its traces by the share of the starts that they cover, and its value on all starts."""
+    """The best path so far, its traces for each of `SHARES` of the starts, and its value on all starts."""
 
     path: DraftPath
     traces: dict[float, list[Trace]]
@@ -145,14 +150,14 @@ class _Incumbent:
 
 
 class ReplayObjective:
-    """Predicted tokens per second of decoding the replay's texts: the best over `controllers`, tuned on the trace.
+    """The objective that predicts tokens per second from a replay, with the best of `controllers` for each path.
 
-    `controllers` None: those of `controllers_in_play`, for drafts as long as can pay. The best few are also tried with
-    several candidates for each position. Controllers that ask for a payoff model get the one fitted to the trace. A
-    path is replayed on a share of the starts, then on a larger share. It is pruned when it is worse than the incumbent,
-    text by text, by more than `ERRORS` standard errors of the mean difference. `candidates`: the most for each position
-    (None: the most that the replay supports). `proposers`: the sources of lookup tokens that draft steps check
-    together.
+    `controllers` None: those of `controllers_in_play`, up to the longest draft that can pay off. The best few
+    controllers are also tried with several candidates for each position. Controllers that need a payoff model get the
+    payoff model fitted to the trace. A path is replayed on a share of the starts (positions that drafts begin at), then
+    on larger shares. It is pruned when it is worse than the best path so far, text by text, by more than `ERRORS`
+    standard errors of the mean difference. `candidates`: the largest number of candidate tokens for each position
+    (None: as many as the replay supports). `proposers`: the sources of lookup tokens that draft steps check.
     """
 
     def __init__(
@@ -171,7 +176,7 @@ class ReplayObjective:
         self._best: _Incumbent | None = None
 
     def score(self, path: DraftPath | SkipSet) -> Score:
-        """Replay a path on growing shares of the starts while it is promising, and return its score."""
+        """Replay a path on growing shares of the starts, until it is pruned or complete, and return its score."""
         path = as_path(path)
         controllers, best = self._in_play(self._draft(path)), self._best
         drafted: list[Trace] = []
@@ -192,11 +197,11 @@ class ReplayObjective:
         return self._as_score(path, value, value.speed, pruned=False)
 
     def _with_lookup_tokens(self, traces: Sequence[Trace]) -> list[Trace]:
-        """Return the traces with lookup tokens, which need no draft step of their own."""
+        """Return the traces with the lookup tokens of the objective's proposers added."""
         return with_lookup_tokens(self._replay, traces, self._ahead)
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
-        """Return the controllers to tune for a draft step of `draft` seconds."""
+        """Return the controllers to try if a draft step takes `draft` seconds."""
         if self._controllers is not None:
             return self._controllers
         most = min(LONGEST_DRAFT, self._replay.depth)
@@ -208,9 +213,10 @@ class ReplayObjective:
         return step_seconds - self._costs.draft(path, self._replay.layers, vocabulary=0.0) >= share * step_seconds
 
     def score_with(self, path: DraftPath, heads: Sequence[tuple[int, ...]]) -> Score | None:
-        """Score a path on all starts with the best draft vocabulary of `heads`, chosen on the first share of them.
+        """Score a path on all starts with the best of the draft vocabularies `heads` (token ids).
 
-        Returns None where the whole vocabulary is at least as fast on that share.
+        The vocabulary is chosen on the first of `SHARES` of the starts. Returns None if the whole vocabulary is at
+        least as fast on that share.
         """
         best: tuple[float, DraftPath, list[Trace]] | None = None
         for tokens in (None, *heads):
@@ -233,8 +239,8 @@ class ReplayObjective:
     def gain(self, path: DraftPath | SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
         """Return the speedup over plain decoding of always drafting `draft` tokens, on a `share` of the starts.
 
-        The draft length is fixed because the best controller would hardly draft along poor paths, and could not rank
-        them.
+        The draft length is fixed, because the best controller would hardly draft along poor paths, and the speedups of
+        poor paths would be equal.
         """
         controller = FixedK(min(draft, self._replay.depth))
         traces = self._replay.trace(path, [controller], share=share)
@@ -270,7 +276,7 @@ class ReplayObjective:
     def _at_its_rate(
         self, controller: Controller, payoff: PayoffModel, traces: Sequence[Trace], draft: float
     ) -> _Value:
-        """Return the value of a controller that assumes the token rate which it attains itself (Dinkelbach 1967)."""
+        """Return the value of a rate-optimal controller at the token rate that it attains itself (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
@@ -311,9 +317,9 @@ class ReplayObjective:
 def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> Prediction:
     """Predict the result of decoding the replay's texts with a profile, prefill included as in a measurement.
 
-    Where the replay's drafts have keys of their own, the draft model also prefills the prompts, faster than the whole
-    model in the ratio of their steps. `trained`: the name of the path's trained module in the replay's runtime. Raises
-    `SelfspecError` for a profile without costs.
+    If the replay's drafts have a separate KV cache (`own_keys`), the draft model also prefills the prompts; this takes
+    the target's prefill time, times a draft step over a plain decoding step. `trained`: the name of the path's trained
+    module in the replay's runtime (None: none). Raises `SelfspecError` for a profile without costs.
     """
     costs = profile.costs
     if costs is None:

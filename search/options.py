@@ -1,7 +1,7 @@
 """The options of a search, written once: the command line, `find_profile` and the ledger's settings derive from them.
 
-The module imports nothing heavy, as the command line reads it to show its help. For the same reason annotations are
-kept as values, not as text, and the types that they name need not be imported.
+The command line reads this module to show its help, so the module does not import torch. The command line needs
+annotations as values, so only types that need torch are annotated as text.
 """
 
 import math
@@ -41,8 +41,8 @@ _METHOD = "Search method"
 _PAPER = "Search as in the paper (with --strategy skopt)"
 _STORAGE = "Storage of trials"
 _DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
-_NOT_COMPARED = {  # options that set how far a search goes, and where, but do not change a trial's score
-    "prompts",  # the ledger has their hash
+_NOT_COMPARED = {  # options that do not change the score of a trial
+    "prompts",  # the ledger stores a hash of the prompts
     "source",
     "chat",
     "count",
@@ -54,44 +54,46 @@ _NOT_COMPARED = {  # options that set how far a search goes, and where, but do n
     "watch",
     "plain_llm",
     "budget",
-    "store",  # named by "drafters"
+    "store",  # its path is part of the setting "drafters"
 }
 _NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # names in the ledger other than the field's
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a search; this text covers what the help of each option does not.
+    """The options of a search; this text adds to the help text of each option.
 
     `prompts`: calibration texts (also token ids or messages), the result of `read_prompts`, or None for the built-in
-    ones: requests to an assistant, as a user's messages, where the tokenizer has a chat template, else Python. `source`
-    names a plain list of prompts in the profile; with `chat` each text becomes a user's message by the tokenizer's chat
-    template. `count` prompts, drawn by `seed`, are searched on, and as many others are measured on.
+    prompts: a user's messages to an assistant if the tokenizer has a chat template, else Python code. `source` is the
+    name of a list of prompts in the profile; with `chat` each text becomes a user's message by the tokenizer's chat
+    template. The search uses `count` prompts, drawn with `seed`, and measures on as many other prompts.
 
     `temperature`, `top_k`, `top_p` and `logits_processor` decide how tokens are chosen, and `rule` how drafts are
-    verified (None: as without a seed). The controller is tuned with the skip set, unless one is set, as a spec or as
-    text such as `fixed:k=4`. The number of candidates for each drafted token is tuned too. Where the head takes a tenth
-    of a draft step or more, heads over the most frequent quarter and sixteenth of the vocabulary are tried (replay
-    only). `keep`: numbers of layers, or text such as `0,15`. `modes`: how sub-layers may run while drafting.
-    Modes that are no faster here, or that the model does not support, are left out, and so are paths whose quantised
-    weights take more than `extra_memory` of the bytes of the model's own.
+    verified (None: greedy at temperature 0, else block). With the replay objective, the search tunes three more things
+    for each path: the controller, which decides when drafting stops, unless `controller` sets one (a `ControllerSpec`,
+    or text such as `fixed:k=4`); the number of candidates for each drafted position; and, if the head takes a tenth of
+    a draft step or more, a draft vocabulary of the most frequent quarter or sixteenth of all tokens. `keep`: numbers of
+    layers, or text such as `0,15`. `modes`: how sub-layers may run while drafting. Modes that are no faster than full
+    precision on this machine, or that the model does not support, are left out. So are paths whose quantised weights
+    take more than `extra_memory` times the bytes of the model.
 
-    `kv`: whose keys and values drafts read for committed tokens. "shared": the target's, as selfspec's drafts do.
-    "own": the draft's, prompt included, as in an engine that runs the remaining layers as a draft model; each trial
-    costs one more pass of that model over the texts (replay only). Such a profile is for export: chains over the whole
-    vocabulary, predicted at the costs of selfspec's own steps, and not measured, because selfspec does not decode this
-    way.
+    `kv`: the KV cache that drafts read for committed tokens. "shared": the target's cache, as selfspec's drafts do.
+    "own": a separate cache, prompt included, as in an engine that runs the remaining layers as a draft model; each
+    trial costs one more pass of the draft model over the texts (replay only). A profile with "own" is for export. Its
+    drafts have one candidate for each position and the whole vocabulary. Its speed is predicted from the costs of
+    selfspec's draft steps, and is not measured, because selfspec does not decode this way.
 
-    `storage` keeps every trial in a `study` as soon as it is complete: a file (Optuna's journal), the URL of a
-    PostgreSQL or MySQL database, or `memory` (also None). A search with the same options resumes from it, also after a
-    kill. Several workers with the same options share a study: each scores paths that no other does, the trials of all
-    count, and the first to end measures the finalists; the others raise `AnotherFinishes`.
+    `storage` keeps every trial of a `study` as soon as the trial is complete: a file (Optuna's journal), the URL of a
+    PostgreSQL or MySQL database, or `memory` (also None). A search with the same options resumes from these trials,
+    also after a kill. Several workers with the same options share a study: no two workers score the same path, the
+    trials of all workers count, and the first worker to end measures the finalists; other workers raise
+    `AnotherFinishes`.
 
-    `watch` receives the progress of the search. `budget` is the time of a search that began earlier, in place of
-    `minutes` from now on. `plain_llm` loads the same model in the weight layout that suits plain decoding, where the
-    layout of the searched model suits drafting; it is called once, and speedups are over it.
+    `watch` receives the progress of the search. `budget` replaces `minutes` by a time budget whose clock already runs.
+    `plain_llm` loads the same model in the weight layout for plain decoding (without drafts), if the layout of the
+    searched model is the one for drafting. It is called once; speedups are over the faster of the two models.
 
-    Raises `SelfspecError` for whatever is wrong regardless of the model.
+    Raises `SelfspecError` for values that are wrong for every model.
     """
 
     prompts: "Sequence[Prompt] | Prompts | None" = None
@@ -100,7 +102,7 @@ class SearchOptions:
     chat: bool = False
     trials: Annotated[int, Option(min=1, metavar="N", help="Number of trials.")] = 40
     minutes: Annotated[
-        float | None, Option(min=0, metavar="X", help="Time limit, from loading the model to the saved profile.")
+        float | None, Option(min=0, metavar="X", help="Time limit in minutes, from loading the model to saving.")
     ] = None
     count: Annotated[
         int,
@@ -139,7 +141,7 @@ class SearchOptions:
         str | Sequence[str] | None,
         Option(
             metavar="MODES",
-            help="Modes that sub-layers may draft in: full, int8, int4, skip (all); full,skip is Draft & Verify.",
+            help="Modes that sub-layers may draft in: full, int8, int4, skip (all); as in Draft & Verify: full,skip.",
             panel=_SETS,
         ),
     ] = None
@@ -156,16 +158,16 @@ class SearchOptions:
         str,
         Option(
             metavar="NAMES",
-            help="Proposers whose tokens one draft step checks together: lookup, or none.",
+            help="Sources of lookup tokens that a draft step checks: lookup, or none.",
             panel=_DRAFTS,
         ),
     ] = "lookup"
     store: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Retrieval store to propose tokens from, too, as made by index.", panel=_DRAFTS),
+        Option(metavar="FILE", help="Retrieval store, made by index, as a source of lookup tokens.", panel=_DRAFTS),
     ] = None
     granularity: Annotated[
-        str, Option(help="Unit of choice: sublayer (attention and MLP separately) or layer.", panel=_SETS)
+        str, Option(help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", panel=_SETS)
     ] = "sublayer"
     max_draft_cost: Annotated[
         float | None,
@@ -215,7 +217,7 @@ class SearchOptions:
         bool,
         Option(
             flags=("--warm-starts/--no-warm-starts",),
-            help="Try a few promising profiles first; the paper does not.",
+            help="Try a few promising draft paths first; the paper does not.",
             panel=_PAPER,
         ),
     ] = True
@@ -255,7 +257,7 @@ class SearchOptions:
         self._check_together()
         if self.extra_memory is not None and not 0 <= self.extra_memory < math.inf:
             raise SelfspecError(
-                f"extra_memory {self.extra_memory}: expected 0 or more and finite, as a share of the model's"
+                f"extra_memory {self.extra_memory}: expected 0 or more and finite, as a share of the model's bytes"
             )
         _ = self.kept_layers, self.fixed, self.allowed_modes, self.proposers
         if self.store is not None:
@@ -266,28 +268,29 @@ class SearchOptions:
     def _check_together(self) -> None:
         if self.kv == "own" and self.allowed_modes != BYPASSING:
             raise SelfspecError(
-                "kv 'own' is for draft models of other engines, whose sub-layers run in full or not at all"
+                "kv 'own': expected modes full,skip, because draft models of other engines support no other modes"
             )
         if self.objective == "wallclock":
             if self.kv == "own":
                 raise SelfspecError(
-                    "kv 'own' needs the replay objective: selfspec's own decoding shares the target's cache"
+                    "kv 'own' needs the replay objective: selfspec's drafts share the target's KV cache"
                 )
             if self.context is not None or self.max_draft_cost is not None:
                 raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
-        """The layers that are never skipped, sorted. Raises `SelfspecError` for text that names none."""
+        """The layers that are never skipped, sorted. Raises `SelfspecError` for text other than layer numbers."""
         if isinstance(self.keep, str):
             return parse_keep(self.keep)
         return tuple(sorted({operator.index(layer) for layer in self.keep}))
 
     @property
     def allowed_modes(self) -> tuple[Mode, ...]:
-        """The draft modes of sub-layers, sorted as in `MODES`. Raises `SelfspecError` for text that names no mode.
+        """The modes that sub-layers may draft in, sorted as in `MODES`.
 
-        By default all modes; with the paper's objective, or for drafts of another engine, the published full and skip.
+        By default these are all modes, but only full and skip, as in Draft & Verify, with objective "wallclock" or `kv`
+        "own". Raises `SelfspecError` for an unknown mode, and if there is no mode besides full.
         """
         if self.modes is None:
             return MODES if (self.objective, self.kv) == ("replay", "shared") else BYPASSING
@@ -295,7 +298,11 @@ class SearchOptions:
 
     @property
     def proposers(self) -> "tuple[ProposerSpec, ...]":
-        """The sources of lookup tokens below the draft path. Raises `SelfspecError` for an unknown source."""
+        """The sources of lookup tokens that draft steps check.
+
+        They are empty unless the objective is "replay" and `kv` is "shared". Raises `SelfspecError` for an unknown
+        source.
+        """
         from selfspec.profile.draft_spec import parse_proposers
 
         specs = parse_proposers(self.drafters, None if self.store is None else str(Path(self.store).resolve()))
@@ -303,7 +310,7 @@ class SearchOptions:
 
     @property
     def fixed(self) -> "ControllerSpec | None":
-        """The controller, where it is not tuned. Raises `SelfspecError` for an invalid one."""
+        """The controller that `controller` sets (None: tuned). Raises `SelfspecError` for an invalid controller."""
         if self.controller is None:
             return None
         from selfspec.controllers import make_controller, parse_controller
@@ -315,7 +322,7 @@ class SearchOptions:
 
     @property
     def decoding(self) -> "DecodingSettings":
-        """How tokens are chosen and sampled drafts verified; not checked."""
+        """The settings by which tokens are chosen and sampled drafts verified; their values are not checked."""
         from .continuations import DecodingSettings
 
         return DecodingSettings(

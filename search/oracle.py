@@ -1,4 +1,4 @@
-"""The oracle bound: the speed of drafting along a path if every draft ended exactly where it should."""
+"""The oracle bound: the speed of drafting along a path if every draft ended at the best position."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The result of perfect stopping on a trace: the speedup over plain decoding, and the tokens per round."""
+    """Speedup over plain decoding, and tokens per round, if every draft ended at the best position."""
 
     speedup: float
     tokens_per_round: float
 
 
 def oracle_bound(traces: Sequence[Trace], costs: CostModel, draft: float, *, candidates: int = 1) -> Bound:
-    """Return the speedup and the tokens per round of the fastest decoding with drafts of `draft` seconds a token.
+    """Return the speedup and the tokens per round of the fastest possible decoding of the traces' texts.
 
-    The least time is found by dynamic programming. From every start the draft may end after any of its tokens; wrong
-    tokens, which would only be lost, are not drafted. Passes that lookup tokens spare are not counted, and lookup
-    tokens may be verified without a draft step, as far as they are right. Where the right token is among the
-    `candidates` for the first wrong token's position (the drafted one included), the draft may also go that far, with
-    the candidates up to the right one. Prefill is left out.
+    `draft`: the seconds of a draft step. The least time is found by dynamic programming. Each draft may end after any
+    of its right tokens; wrong tokens, which would be rejected, are not drafted. Passes that lookup tokens save are not
+    counted. Right lookup tokens may also be verified without a draft step. If the right token is among the `candidates`
+    for the first wrong token's position (the drafted token included), the draft may also extend to this position, with
+    the candidates up to the right token. Prefill is not counted.
     """
     tokens = rounds = 0
     seconds, prices = 0.0, costs.call_costs(draft)

@@ -1,4 +1,4 @@
-"""Texts in a replay's KV cache, one in each row: their tokens, and the keys and values that drafts read."""
+"""The KV cache of a replay: a text in each row, with the keys and values that drafts read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .target_text import TargetText
 
 
 class PrefilledTexts:
-    """`tokens` `[texts, longest]`, padded, and `lengths` `[texts, 1]`; a token's cache slot is its position.
+    """The texts of a replay, prefilled into its KV cache, where a token's slot is its position.
 
-    The keys are made along the path last passed to `fill`; before the first call there are none.
+    `tokens`: token ids `[texts, longest]`, padded with 0; `lengths`: `[texts, 1]`. The cached keys and values are those
+    of the path last passed to `fill`; before the first call the cache is empty.
     """
 
     def __init__(self, runtime: Runtime, texts: Sequence[TargetText]) -> None:
@@ -31,7 +32,7 @@ class PrefilledTexts:
         self._cached_path: DraftPath | None = None
 
     def fill(self, path: DraftPath) -> None:
-        """Fill the cache by a causal pass over each text along `path`, unless it has these keys already."""
+        """Fill the cache by a causal pass over each text along `path`, unless it holds the keys of `path` already."""
         if path == self._cached_path:
             return
         self.invalidate()
@@ -43,11 +44,14 @@ class PrefilledTexts:
         self._cached_path = path
 
     def invalidate(self) -> None:
-        """Mark the cached keys as overwritten, or about to be; the next `fill` makes them again."""
+        """Declare the cached keys invalid, because a pass overwrites their slots; the next `fill` makes new keys."""
         self._cached_path = None
 
     def targets(self, sampler: Sampler) -> Tensor | None:
-        """Return the whole model's distribution at each start `[starts, V]`, or None without starts; cache its keys."""
+        """Return the target's distribution at each start `[starts, V]`; None if there are no starts.
+
+        The pass fills the cache along the full path.
+        """
         self.invalidate()
         distributions = []
         for row, text in enumerate(self._texts):

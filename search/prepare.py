@@ -31,18 +31,18 @@ from .strategies import Problem
 from .target_text import TargetText
 from .warm_starts import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 
-LEAST_RANKING = 1 / 64  # share of each text's starts, below which the gain of a single sub-layer is too uncertain
+LEAST_RANKING = 1 / 64  # share of each text's draft positions, below which the gain of one sub-layer is too uncertain
 
 
 @dataclass(frozen=True)
 class Search:
     """The state that the parts of one search share.
 
-    `prompts`: token ids of all prompts that may be searched on. `decoding`: the settings as requested. `planned`: the
-    task cut to the number of prompts, and of tokens after each, that fit the time (None: all); it is planned from
-    `pace`. `described` returns the profile's record of the first n prompts. `own_keys`: drafts have a KV cache of their
-    own. `plain_llm`: the same model in the weight layout that suits plain decoding, where `llm`'s layout suits
-    drafting.
+    `prompts`: token ids of all prompts that the search may use. `decoding`: the settings as requested. `pace`: the
+    measured speed of the model. `planned`: the work of the search, with as many prompts and new tokens as fit the time
+    (None: all prompts and tokens). `described(n)` returns the profile's record of the first n prompts. `own_keys`:
+    whether drafts have a separate KV cache. `plain_llm`: the same model in the weight layout for plain decoding (None:
+    `llm` itself is fastest).
     """
 
     llm: LLM
@@ -61,14 +61,14 @@ class Search:
     plain_llm: LLM | None = None
 
     def plan(self, max_new_tokens: int | None = None) -> ScoredTexts:
-        """Return how much text fits the time; `max_new_tokens`: the length of the texts, once they are decoded."""
+        """Return the amount of text that fits the time; `max_new_tokens`: the length of the decoded texts, if known."""
         count = len(self.prompts if self.planned is None else self.planned.prompts)
         new = self.decoding.max_new_tokens if self.planned is None else self.planned.max_new_tokens
         described = None if self.described is None else self.described(count)
         return ScoredTexts(prompts=count, max_new_tokens=max_new_tokens or new, calibration=described)
 
     def chosen(self, texts: ScoredTexts) -> tuple[tuple[list[int], ...], DecodingSettings]:
-        """Return the prompts that `texts` covers, and the settings by which they are continued."""
+        """Return the prompts that `texts` covers, and the settings for decoding their continuations."""
         return self.prompts[: texts.prompts], replace(self.decoding, max_new_tokens=texts.max_new_tokens)
 
 
@@ -77,7 +77,8 @@ def prepare_replay(
 ) -> tuple[Search, ReplayObjective, Problem, CostModel, Replay]:
     """Return the search in its narrowed space, the replay objective, the strategies' problem, the costs, the replay.
 
-    Sub-layers are ranked, and warm starts planned, only with `warm`.
+    `resources` closes the replay. `fixed`: the controller (None: tuned). `context`: the number of keys at which costs
+    are measured (None: the mean of the texts). Only with `warm` are sub-layers ranked and warm starts planned.
     """
     ledger, watch = search.ledger, search.watch
     texts = _continued(search)
@@ -85,7 +86,7 @@ def prepare_replay(
     search = replace(search, space=_narrowed(search, costs))
     space = search.space
     deadline = search.budget.deadline("ranking")
-    watch.stage("reading the texts", None)
+    watch.stage("prefilling the texts", None)
     replay = resources.enter_context(replay_of(search, texts, fixed))
     replay.pin_weights(space.path(space.start))
     _confidence(search, replay)
@@ -94,7 +95,7 @@ def prepare_replay(
         return search, objective, Problem(space, search.seed), costs, replay
     planning = BUDGETS * search.pace.rows(STREAM_POSITIONS * len(texts))
     gains = ledger.gains or _gains(search, objective, Deadline(deadline.end_time - planning, deadline.clock))
-    watch.stage("planning likely sets", None)
+    watch.stage("planning warm starts", None)
     streams = replay.streams(STREAM_POSITIONS)
     planned = programme(space, streams, costs) if deadline.allows(planning) else ()
     cosine_gains = by_cosines(space, streams)
@@ -105,14 +106,14 @@ def prepare_replay(
 
 
 def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | None) -> Replay:
-    """Open a replay of texts with the search's settings and confidence; `fixed` is the controller, if not tuned."""
+    """Make a replay of `texts` with the search's settings and confidence; `fixed`: the controller (None: tuned)."""
     replay = Replay(
         search.llm.model,
         texts,
         sampler=search.decoding.sampler(),
         rule=search.decoding.verified_by,
         depth=LONGEST_DRAFT if fixed is None else deepest([fixed]),
-        candidates=1 if search.own_keys else CANDIDATES,  # draft models of other engines draft chains
+        candidates=1 if search.own_keys else CANDIDATES,  # other engines' draft models draft one candidate
         seed=search.seed,
         own_keys=search.own_keys,
         base_runtime=search.llm.runtime,
@@ -122,7 +123,7 @@ def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | N
 
 
 def _narrowed(search: Search, costs: CostModel) -> Space:
-    """Return the space without modes that are no cheaper here than running in full."""
+    """Return the space without the modes that are no cheaper than full precision on this machine."""
     space, ledger = search.space, search.ledger
     choices = ledger.choices
     if choices is None:
@@ -137,12 +138,12 @@ def _narrowed(search: Search, costs: CostModel) -> Space:
 
 
 def _confidence(search: Search, replay: Replay) -> None:
-    """Fit the confidence on drafts in the base mode, or with every fourth layer skipped if that mode is full.
+    """Fit the confidence (the estimated chance that a drafted token is right), unless the study has it, for `replay`.
 
-    The replay then uses it. A confidence that the study has already is not fitted again.
+    It is fitted on drafts in the base mode of the space, or with every fourth layer skipped if the base mode is full.
     """
     if search.ledger.confidence is None:
-        search.watch.stage("reading what drafts are sure of", None)
+        search.watch.stage("fitting the confidence of drafted tokens", None)
         space = search.space
         path = space.path(space.start) if space.base != "full" else every_fourth(space)
         confidence = fit_confidence(replay, path, draft=CONFIDENT, share=CONFIDENCE_SHARE)
@@ -150,7 +151,7 @@ def _confidence(search: Search, replay: Replay) -> None:
 
 
 def _continued(search: Search) -> list[TargetText]:
-    """Return the texts that trials are scored on: as much text as fits the time, or as much as the study has fixed."""
+    """Return the texts that trials are scored on: the amount that the study has stored, else the amount that fits."""
     watch, known = search.watch, search.ledger.texts
 
     def continued(
@@ -168,7 +169,7 @@ def _continued(search: Search) -> list[TargetText]:
 
 
 def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> CostModel:
-    """Return the study's cost model, measured now unless it has one."""
+    """Return the study's cost model; measure it first if the study has none."""
     ledger, watch = search.ledger, search.watch
     shown = 0
 
@@ -201,10 +202,10 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
 
 
 def _gains(search: Search, objective: ReplayObjective, deadline: Deadline) -> Gains:
-    """Return the speedup of each single change to a cheaper mode; empty if there is no time to measure them all.
+    """Return the speedup of each single change to a cheaper mode; empty if there is no time to measure all changes.
 
-    All changes are compared on the same share of the starts, as large as the time allows for all of them. A change that
-    is not tried has gain 0, which is below every speedup.
+    All changes are compared on the same share of the starts, the largest share that fits the time. A change that is not
+    tried has gain 0, which is below every speedup.
     """
     space, share = search.space, RANKING_SHARE
     changes = [*cheaper_changes(space, space.start)]
@@ -232,7 +233,10 @@ def _gains(search: Search, objective: ReplayObjective, deadline: Deadline) -> Ga
 
 
 def prepare_wallclock(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
-    """Return the paper's objective, and warm starts by the cosine of each sub-layer's input and output streams."""
+    """Return the wall-clock objective and the strategies' problem.
+
+    With `warm`, sub-layers are ranked by the cosine of their input and output hidden states, to find warm starts.
+    """
     space = search.space
     starts: tuple[DraftPath, ...] = ()
     prompts, decoding = search.chosen(search.ledger.texts or search.ledger.keep_texts(search.plan()))

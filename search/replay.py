@@ -1,9 +1,9 @@
 """Parallel replay: compute what speculation would do on a text, without decoding it.
 
-Every position of a text starts a draft, and all drafts take their next step in one batched forward. With greedy
-decoding, and under rule `match`, the trace is the one that real decoding gives. Under `token` and `block`, text and
+A draft begins at every position of a text (a *start*), and all drafts take their next step in one batched forward. With
+greedy decoding, and under rule `match`, the trace equals that of real decoding. Under `token` and `block`, text and
 drafts follow the same joint distribution as in real decoding, except for the tokens that `block` drafts after the first
-wrong one, none of which is emitted.
+wrong token; none of these tokens is emitted.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from .target_text import Streams, TargetText
 from .trace import Trace
 
 CHUNK = 192  # starts in one forward
-CANDIDATES = 4  # the most for each position, the drafted token included
-OWN_PLACES = 32  # tokens of each text whose residual streams are read for drafts with keys of their own
+CANDIDATES = 4  # largest number of candidate tokens for each position, the drafted token included
+OWN_PLACES = 32  # tokens of each text whose hidden states are read if drafts have a separate KV cache
 
 
 class Replay:
     """Texts of one model, ready to be replayed along any path; a context manager that holds their KV cache.
 
     `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match`
-    every text must have its seed. `candidates`: the most candidates for each position, the drafted token included, for
-    which a sampled trace has the outcome (a greedy trace has it for any number). `depth`: the longest draft, in tokens.
-    `chunk`: the starts in one forward; counts do not depend on it. `noise(ids, depth)` replaces the random choices of
-    sampled drafts, which otherwise follow `seed`. `like`: a runtime of the model, whose quantised weights are reused.
-    `confidence`, which may be changed later, is the confidence that traces record for each drafted token.
+    every text must have its seed. `candidates`: the largest number of candidates for each position, the drafted token
+    included, for which a sampled trace records the outcome (a greedy trace records it for any number). `depth`: the
+    longest draft, in tokens. `chunk`: the number of starts in one forward; counts do not depend on it.
+    `noise(ids, depth)` replaces the random choices of sampled drafts, which otherwise follow `seed`. `base_runtime`: a
+    runtime of the model, whose quantised weights are reused (None: a new runtime). The attribute `confidence`, which
+    may be changed later, says how traces estimate the confidence of each drafted token.
 
-    Drafts read the target's own keys and values of all committed tokens, as selfspec's do. With `own_keys` they read
-    those of the model without the skipped sub-layers, prompt included, as a draft model exported to an engine would;
-    every path costs one more pass over the texts.
+    Drafts read the target's keys and values of all committed tokens, as selfspec's drafters do. With `own_keys` drafts
+    read keys and values that the draft path computes, prompt included, as a draft model exported to another engine
+    does; every path costs one more pass over the texts.
     """
 
     def __init__(
@@ -77,15 +78,15 @@ class Replay:
         self.depth = depth
         self.candidates = candidates
         self.own_keys = own_keys
-        self._group = min(len(self.texts), chunk)  # texts side by side
-        self._each = max(1, chunk // self._group)  # starts of each text
+        self._group = min(len(self.texts), chunk)  # texts in one forward
+        self._each = max(1, chunk // self._group)  # starts of each text in one forward
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
         self._runtime = (base_runtime or open_runtime(model)).with_new_cache(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)
-        self._first = [0]  # number of each text's first start
+        self._first = [0]  # index of each text's first start among all starts
         for text in self.texts:
             self._first.append(self._first[-1] + text.num_new_tokens)
         self._numbers: dict[int, Tensor] = {}
@@ -107,7 +108,7 @@ class Replay:
         self._resources.close()
 
     def _read_texts(self) -> None:
-        """Run a full forward over each text for its keys and, for sampling, the target's distribution at each start."""
+        """Prefill the KV cache with each text; for sampling, also compute the target's distribution at each start."""
         device = self._runtime.device
         self._prefilled = PrefilledTexts(self._runtime, self.texts)
         if self.sampler.greedy or self._seeded_noise is not None:
@@ -119,7 +120,7 @@ class Replay:
         self._eos_ids = torch.tensor(sorted(self.ends), dtype=torch.long, device=device)
 
     def pin_weights(self, path: DraftPath) -> None:
-        """Keep a path's quantised weights, which other paths share, until the replay is closed."""
+        """Keep the quantised weights of `path` in memory until the replay is closed, so that other paths reuse them."""
         self._pinned_path = self._runtime.compile(path)
 
     @property
@@ -140,8 +141,8 @@ class Replay:
     def streams(self, starts: int) -> Streams:
         """Return the whole model's residual streams at the first starts of every text, at most `starts` of each.
 
-        With `own_keys`, at the first `OWN_PLACES` tokens of every text, so that all keys read are made from these
-        streams.
+        With `own_keys`, the positions are the first `OWN_PLACES` tokens of every text, so that attention reads only
+        keys made from these residual streams.
         """
         positions: int | Tensor = 0
         layers, slots, mask = range(self.layers), 0, None
@@ -185,10 +186,10 @@ class Replay:
         share: float = 1.0,
         known: Sequence[Trace] = (),
     ) -> list[Trace]:
-        """Draft along `path` from the first `share` of every text's starts, deep enough for each of `controllers`.
+        """Draft along `path` from the first `share` of every text's starts, until all `controllers` would stop.
 
-        `known`: traces of a smaller share with the same path, controllers and confidence; the returned traces extend
-        them.
+        Returns a trace for each text. `known`: traces of a smaller share with the same path, controllers and
+        confidence, which the returned traces extend.
         """
         path = as_path(path)
         compiled = self._runtime.compile(path)
@@ -229,7 +230,11 @@ class Replay:
             live.pick(index, going.gather(1, index))
 
     def _new_state(self, group: slice, window: Sequence[tuple[int, int]]) -> ReplayState:
-        """Return the starts of a window that may draft; the last position with room has none for a drafted token."""
+        """Return the drafts that begin in `window`, before their first step.
+
+        `window`: for each text in `group`, the first start and the end (exclusive). A start where only one more token
+        is allowed does not draft, because verification itself emits one token.
+        """
         device = self._runtime.device
         texts = self.texts[group]
         low, high = (torch.tensor(side, device=device)[:, None] for side in zip(*window, strict=True))
@@ -250,7 +255,7 @@ class Replay:
         )
 
     def _forward(self, live: ReplayState, path: CompiledPath, group: slice, used: int, step: int) -> tuple[Tensor, int]:
-        """Return the processed scores `[B, n, V]` of one draft step, and the cache slots used so far."""
+        """Return the processed scores `[B, n, V]` of one draft step, and the number of cache slots used so far."""
         width = live.real.shape[1]
         mask = self._attention_mask(live)
         positions = (live.start + step).clamp(max=self._runtime.skeleton.context - 1)  # padding may run past the end
@@ -260,7 +265,10 @@ class Replay:
         return scores.view(*live.start.shape, -1), used + width
 
     def _attention_mask(self, live: ReplayState) -> Tensor:
-        """Return the next step's mask `[B, n, S]`: committed tokens' keys before the start, and the draft's own."""
+        """Return the attention mask `[B, n, S]` of the next draft step.
+
+        A draft reads the keys of the text's tokens before its start, and of the tokens that the draft itself has read.
+        """
         width = live.real.shape[1]
         columns = torch.arange(self._longest, device=live.start.device)
         itself = torch.eye(width, dtype=torch.bool, device=live.start.device).expand(len(live.start), -1, -1)
@@ -275,9 +283,10 @@ class Replay:
     def _choose(
         self, live: ReplayState, scores: Tensor, group: slice, step: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the drafted tokens, their confidences, whether each draft still matches the text, and the text's rank.
+        """Return the drafted tokens, their confidences, whether each draft still matches the text, and the ranks.
 
-        The rank is that of the text's next token where the first wrong token was drafted, and 0 elsewhere.
+        At the first wrong token of a draft, the rank says which candidate is the text's next token (1: the second
+        candidate); the rank is 0 elsewhere, and if no candidate is.
         """
         position = live.start + step + 1
         inside = live.matched & (position < self._prefilled.lengths[group])
@@ -315,7 +324,7 @@ class Replay:
         return token, confidence, match, torch.where(inside & ~match, rank, 0)
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
-        """Return the random numbers of these starts at this depth, the same for every path to make scores paired."""
+        """Return the random numbers of these starts at this depth; all paths share them, so that scores are paired."""
         if step not in self._numbers:
             generator = torch.Generator().manual_seed(self.seed * 1009 + step)
             shape = (self._first[-1], 2 * self.candidates)
@@ -333,7 +342,7 @@ class Replay:
         match: Tensor,
         rank: Tensor,
     ) -> Tensor:
-        """Record a step of the drafts under way, and return which of them go on, `[B, n]`."""
+        """Record one step of the unfinished drafts, and return which drafts continue, `[B, n]`."""
         may = (live.start + step + 3 < self._end_positions[live.ids]) & torch.isin(token, self._eos_ids).logical_not()
         going = may & (confidence.double() >= min(c.min_confidence(step + 1) for c in controllers))
         real = live.real

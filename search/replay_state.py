@@ -1,6 +1,6 @@
-"""The drafts that a replay is working on, and the record of each.
+"""The unfinished drafts of a replay, and the record of all drafts.
 
-A start is a position of a text from which a draft is made.
+A start is a position of a text that a draft begins at.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .seeded_noise import SeededNoise
 
 @dataclass(slots=True)
 class ReplayState:
-    """Drafts under way, `[B, n]`, padded; `ids` numbers the starts of all texts."""
+    """The unfinished drafts: n drafts of each of B texts, padded, in tensors `[B, n]`."""
 
-    ids: Tensor
+    ids: Tensor  # index of the draft's start among the starts of all texts
     start: Tensor  # position of the last committed token
     token: Tensor  # next input token
-    matched: Tensor  # all tokens drafted so far match the text
-    weight: Tensor  # P of rule `block`
-    real: Tensor  # not padding
-    own: Tensor  # [B, n, scratch]: scratch slots that hold this draft's keys
-    drafted: Tensor  # [B, n, depth]
+    matched: Tensor  # whether all tokens drafted so far match the text
+    weight: Tensor  # the acceptance weight P of rule `block`
+    real: Tensor  # whether the entry is a draft, not padding
+    own: Tensor  # [B, n, scratch]: which scratch slots of the KV cache hold this draft's keys
+    drafted: Tensor  # [B, n, depth]: the tokens drafted so far
 
     def pick(self, index: Tensor, real: Tensor) -> None:
-        """Keep the rows `index` `[B, m]`."""
+        """Keep the drafts at `index` `[B, m]` of each text; `real` `[B, m]`: which of these are not padding."""
         for name in ("ids", "start", "token", "matched", "weight"):
             setattr(self, name, getattr(self, name).gather(1, index))
         self.real = real
@@ -40,7 +40,11 @@ class ReplayState:
 
 
 class Record:
-    """The draft from every start: `token` and `confidence` are `[starts, depth]`, the other fields `[starts]`."""
+    """The results of the drafts from all starts.
+
+    `token` and `confidence`, `[starts, depth]`: the drafted tokens. `depth`, `run`, `rank` and `unfinished`,
+    `[starts]`: the draft length, and `runs`, `ranks` and `unfinished` of `Trace`.
+    """
 
     def __init__(self, starts: int, depth: int) -> None:
         self.token = torch.zeros((starts, depth), dtype=torch.long)
@@ -52,7 +56,7 @@ class Record:
 
 
 def confident(confidence: Confidence, probability: Tensor, logit_gap: Tensor | None) -> Tensor:
-    """Return `Confidence.of` for tokens of these probabilities `[B, n]` and gaps `logit_gap` `[B, n]` (None: zeros)."""
+    """Return `Confidence.estimate` for each `probability` `[B, n]` and gap `logit_gap` `[B, n]` (None: zeros)."""
     if confidence.plain:
         return probability
     each = zip(
@@ -65,6 +69,6 @@ def confident(confidence: Confidence, probability: Tensor, logit_gap: Tensor | N
 
 
 def with_ties(q: Tensor, position: Tensor, tied: Sequence[SeededNoise]) -> Tensor:
-    """Return the values `[B, n, V]` whose maximum is drafted: q over the noise tied to each row's text and position."""
+    """Return `q` `[B, n, V]` over the noise of each draft's text and position; its largest value is drafted."""
     noise = [ties.noise(p, q) for ties, positions in zip(tied, position.tolist(), strict=True) for p in positions]
     return q / torch.stack(noise).view(q.shape)

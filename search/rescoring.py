@@ -1,7 +1,6 @@
 """Score the best few paths of a search again, on texts that they were not selected on.
 
-The best of many scores owes something to chance in the texts that it was selected on; other texts are free of this
-bias.
+The best of many scores is biased, because chance in the texts helped to select it; scores on new texts are not biased.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from .objective import ReplayObjective, Score
 from .prepare import Search, replay_of
 
 PROMPTS = 12  # prompts to continue
-# The search's starting path stays unless another path has this many times its speed. Scores of paths that differ in one
-# sub-layer differ by up to 3.5% on a dozen texts, in either direction on different texts (SmolLM2).
+# The path that the search starts from is kept unless another path is faster by this factor. Scores of paths that differ
+# in one sub-layer differ by up to 3.5% on a dozen texts, with a sign that depends on the texts (SmolLM2).
 CLEARLY = 1.04
-FEWEST = 3  # prompts, below which rescoring is no better than the scores of the search
+FEWEST = 3  # with fewer prompts, rescoring is no better than the scores of the search
 TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
-HELD_BACK = 1.3  # times the longest rescoring so far, the time reserved for the next
+HELD_BACK = 1.3  # time reserved for the next rescoring, times the longest rescoring so far
 
 Rescore = Callable[[Sequence[Score]], Score]
 
@@ -37,14 +36,15 @@ def best_rescored(
 ) -> Score:
     """Return the one of `scores` (the best first) that is fastest on the model's own continuations of `prompts`.
 
-    The path that the search starts from, if among them, stays unless another is clearly faster. The given scores decide
-    where there is too little time for other texts.
+    `prompts`: token ids of prompts that no path was selected on. The path that the search starts from, if scored,
+    is kept unless another path is clearly faster. If there is too little time to decode and rescore, `scores` decide.
+    `fixed`: the controller (None: tuned).
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
     start = search.space.path(search.space.start)
     if len(scores) < 2 or not deadline.allows(search.pace.rows(sum(map(len, prompts)))):
         return clearly_best(scores, scores, start)
-    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path != start)  # these two come first
+    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path != start)  # these come first
     watch.stage("continuing other prompts", 2 * search.decoding.max_new_tokens)
     texts = continue_prompts(
         search.llm,
@@ -70,9 +70,9 @@ def best_rescored(
 
 
 def clearly_best(scores: Sequence[Score], rescored: Sequence[Score], start: DraftPath) -> Score:
-    """Return the score of the fastest path by `rescored`, or of `start` unless another path is faster by `CLEARLY`.
+    """Return the one of `scores` whose path is fastest by `rescored`; the speed of `start` counts `CLEARLY` times.
 
-    `rescored` holds newer scores of the same paths in the same order, of all `scores` or of the first few.
+    `rescored` holds newer scores of the paths of `scores`, in the same order; the last paths may have no newer score.
     """
     speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in rescored]
     return scores[speeds.index(max(speeds))]

@@ -1,4 +1,4 @@
-"""The profile's record of the search that made it: the work done, and the work that time did not allow."""
+"""The record of a search in its profile: the work that was done, and the work for which there was no time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORDED = ("strategy", "objective", "seed", "temperature", "kv", "minutes")  # 
 def initial_profile(
     search: Search, options: SearchOptions, *, interrupted: bool = False, costs: CostModel | None = None
 ) -> Profile:
-    """Return the profile of a search before any result is added; its seconds are not known yet."""
+    """Return the profile of a search without its results; the seconds of the search are 0 for now."""
     texts = search.ledger.texts
     searched = SearchRecord(
         **{name: getattr(options, name) for name in RECORDED},
@@ -29,12 +29,12 @@ def initial_profile(
 
 
 def profile_without_trials(search: Search, options: SearchOptions) -> Profile:
-    """Return the profile of a search without time for any trial: it skips nothing, and its note says why."""
+    """Return the profile of a search that had no time for a trial; it skips nothing, and its note says why."""
     budget = search.budget
     note = (
-        f"nothing was tried: of the {budget.seconds:.3g} s asked for, {budget.loaded:.3g} had passed "
-        f"when the model was loaded, and the rest is too little at {search.pace.step * 1e3:.3g} ms a plain step; "
-        "give it more minutes"
+        f"no path was tried: of the limit of {budget.seconds:.3g} s, {budget.loaded:.3g} s had passed when the "
+        f"model was loaded, and no trial fits the remaining time at {search.pace.step * 1e3:.3g} ms a plain step; "
+        "expected more minutes"
     )
     base = initial_profile(search, options)
     assert base.search is not None
@@ -43,7 +43,7 @@ def profile_without_trials(search: Search, options: SearchOptions) -> Profile:
 
 
 def with_shortfall_note(search: Search, options: SearchOptions, profile: Profile) -> Profile:
-    """Return the profile with the search's seconds, and with the work that time did not allow in its note."""
+    """Return the profile with the seconds of the search, and a note of the work for which there was no time."""
     budget, texts, made = search.budget, search.ledger.texts, profile.search
     assert texts is not None
     assert made is not None

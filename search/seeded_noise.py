@@ -1,4 +1,4 @@
-"""The noise of rule `match`, the same as when the texts were sampled."""
+"""The noise of verification rule `match`, equal to the noise that the texts were sampled with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from selfspec.speculation.sampling import tied_noise
 
 
 class SeededNoise:
-    """The noise of one text, a function of its seed and the position; drawn once for each position, then kept."""
+    """The sampling noise of one text, a function of the text's seed and the position; kept in memory once drawn."""
 
     def __init__(self, seed: int | None) -> None:
         if seed is None:
-            raise SelfspecError("rule 'match' is replayed on texts that were sampled with a seed; this one names none")
+            raise SelfspecError("rule 'match': a text without a seed; expected texts that were sampled with a seed")
         self._seed = seed
         self._cache: dict[int, Tensor] = {}
 

@@ -15,17 +15,17 @@ BYPASSING: tuple[Mode, ...] = ("full", "skip")  # the modes of Draft & Verify
 HEAD = "head"
 
 Point = tuple[int, ...]
-"""The number of each variable's mode among its choices."""
+"""A point of the search space: for each variable, the index of its mode in `Space.choices`."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A variable for each sub-layer, or for each layer, in execution order, and one for the head.
+    """The search space: a variable for each sub-layer, or each layer, in execution order, and a variable for the head.
 
     `keep`: layers that are never skipped; `granularity`: one of `GRANULARITIES`. `modes`: the modes that sub-layers may
-    have. `fixed`: sub-layers that cannot be quantised; `head`: the modes of the head. A part without a choice is no
-    variable, and runs in full; a head of one mode has that mode. Raises `SelfspecError` for a layer that does not
-    exist, and when nothing is left to try.
+    have. `fixed`: sub-layers that cannot be quantised; `head`: the modes of the head. A sub-layer or layer that may
+    only run in full is not a variable; nor is a head with a single mode, which always has this mode. Raises
+    `SelfspecError` for a layer that does not exist, and if there is no variable.
     """
 
     layers: int
@@ -90,11 +90,11 @@ class Space:
 
     @cached_property
     def start(self) -> Point:
-        """The point with every variable in the base mode, where that is allowed."""
+        """The point with every variable in the base mode if the variable may have it, else in full."""
         return self.all_in(self.base)
 
     def all_in(self, mode: Mode) -> Point:
-        """Return the point with everything in a mode; else in the base mode or in full. The head is never skipped."""
+        """Return the point with each variable in the first mode allowed for it of: `mode`, the base mode, full."""
         return tuple(next((modes.index(m) for m in (mode, self.base) if m in modes), 0) for modes in self.choices)
 
     def path(self, point: Sequence[int]) -> DraftPath:
@@ -107,7 +107,7 @@ class Space:
         return DraftPath.from_modes(modes, head="full" if head == "skip" else head)
 
     def point(self, path: DraftPath | SkipSet) -> Point:
-        """Return the nearest point to a path; a variable whose sub-layers differ in mode runs in full."""
+        """Return the nearest point to a path; a variable with mixed modes, or a mode not among its choices is full."""
         path = as_path(path)
         modes = path.modes(self.layers)
         indices = []
@@ -120,11 +120,11 @@ class Space:
         return tuple(indices)
 
     def nearest(self, path: DraftPath | SkipSet) -> DraftPath:
-        """Return the path of the nearest point."""
+        """Return the nearest path in this space."""
         return self.path(self.point(path))
 
     def choose(self, numbers: Collection[int], mode: Mode = "skip", *, rest: Point | None = None) -> DraftPath:
-        """Return the path with these variables in a mode, where allowed, the others as in `rest` (None: in full)."""
+        """Return the path with variables `numbers` in `mode`, if allowed, and all others as in `rest` (None: full)."""
         point = list(rest or (0,) * len(self))
         for i in numbers:
             if mode in self.choices[i]:
@@ -148,5 +148,5 @@ def parse_modes(text: str) -> tuple[Mode, ...]:
         raise SelfspecError(f"modes: '{wrong}' is not known; known: {', '.join(MODES)}")
     modes: tuple[Mode, ...] = tuple(mode for mode in MODES if mode in (*names, "full"))
     if len(modes) < 2:
-        raise SelfspecError(f"modes '{text}': expected one beside full, of {', '.join(MODES[1:])}")
+        raise SelfspecError(f"modes '{text}': expected at least one mode beside full, of {', '.join(MODES[1:])}")
     return modes

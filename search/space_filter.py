@@ -1,4 +1,4 @@
-"""The modes that sub-layers and the head can have on this machine, and the memory that paths take."""
+"""Limits on the search space: modes that the model and the machine support, draft cost, and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARES = {4: 0.3, 2: 0.55}  # share of the model's bytes that quantised weights 
 
 
 class Choices(Data):
-    """The narrowed choices of a space: the modes of sub-layers and of the head, and the unquantised sub-layers."""
+    """The modes that sub-layers and the head may have; `attention`, `mlp`: layers where these are never quantised."""
 
     modes: list[Mode]
     head: list[Mode]
@@ -28,13 +28,16 @@ class Choices(Data):
     mlp: list[Count] = []
 
     def narrow(self, space: Space) -> Space:
-        """Return the space with these choices."""
+        """Return `space` with these modes only."""
         fixed = SkipSet(tuple(self.attention), tuple(self.mlp))
         return replace(space, modes=tuple(self.modes), head=tuple(self.head), fixed=fixed)
 
 
 def supported_choices(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choices:
-    """Return the choices that the model allows; quantised modes need accessible weights, and a `memory` above 0."""
+    """Return those of `modes` that the model supports.
+
+    Quantised modes need weights that selfspec can read, and `memory` (a share of the model's bytes) above 0.
+    """
     runtime = llm.runtime
     layers = range(runtime.layers)
     low = [mode for mode in LOW if mode in modes and memory > 0]
@@ -53,7 +56,7 @@ def supported_choices(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choi
 
 
 def cheaper_choices(choices: Choices, costs: CostModel) -> Choices:
-    """Return the choices that are cheaper than running in full. Raises `SelfspecError` where none is left."""
+    """Return the modes that are cheaper than running in full. Raises `SelfspecError` if only full is left."""
     slow = {mode for mode in LOW if mode in choices.modes and not costs.cheaper_in(mode)}
     narrowed = choices.model_copy(
         update={
@@ -70,7 +73,7 @@ def cheaper_choices(choices: Choices, costs: CostModel) -> Choices:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The extra memory of quantised weights and its limit, as shares of the model's bytes."""
+    """The extra memory of quantised weights; `limit`: the largest, as a share of `model_bytes`."""
 
     runtime: Runtime
     model_bytes: int
@@ -78,16 +81,16 @@ class MemoryBudget:
 
     @classmethod
     def from_llm(cls, llm: LLM, limit: float | None) -> MemoryBudget:
-        """Return a model's budget; the default limit is 0.3 for float32, and 0.55 for types of half its size."""
+        """Return the memory budget of a model; `limit` None: 0.3, or 0.55 for dtypes of 2 bytes."""
         size = llm.runtime.dtype.itemsize
         return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
 
     def share(self, path: DraftPath) -> float:
-        """Return a path's extra memory."""
+        """Return the extra memory of a path as a share of the model's bytes."""
         return self.runtime.extra_bytes(path) / self.model_bytes
 
     def excess(self, path: DraftPath) -> float:
-        """Return a path's memory over the limit; 0 or less where it is within the limit."""
+        """Return the extra memory of a path less the limit; 0 or less if the path is within the limit."""
         return self.share(path) - self.limit if path.low_precision else 0.0
 
 
@@ -102,17 +105,17 @@ class BoundedObjective:
     memory: MemoryBudget
 
     def score(self, path: DraftPath) -> Score | None:
-        """Return the score of a path; None for one that is over its cost or memory bound."""
+        """Return the score of a path; None if the path exceeds its cost or memory bound."""
         if self.excess(path) > 0:
             return None
         return self.objective.score(path)
 
     def excess(self, path: DraftPath) -> float:
-        """Return the excess over the bounds: a share of a plain step or of the model's memory, whichever is larger."""
+        """Return the larger excess over the bounds on draft cost (in plain steps) and memory (in model sizes)."""
         cost = self.draft_cost(path)
         over = 0.0 if self.max_draft_cost is None or cost is None else cost - self.max_draft_cost
         return max(over, self.memory.excess(path))
 
     def draft_cost(self, path: DraftPath) -> float | None:
-        """Return a draft step as a share of a plain step; None without a cost model."""
+        """Return the cost of a draft step as a share of a plain step; None without a cost model."""
         return None if self.costs is None else self.costs.draft_share(path, self.space.layers)

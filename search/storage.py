@@ -1,4 +1,4 @@
-"""The storage of a search's trials: memory, a journal file, or a database, by Optuna's storages."""
+"""The storage of a search's trials, by Optuna: memory, a journal file, or a database."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ except ImportError:  # Windows
 
 MEMORY = "memory"
 DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}  # installed by selfspec's extras of the same names
-_TRIES = 6  # attempts to make a database's tables, which several workers may start at once
+_TRIES = 6  # attempts to create the tables of a database, which several workers may try at the same time
 
 
 def is_database(where: str | Path) -> bool:
-    """Return whether a storage is named by a URL."""
+    """Return whether `where` is the URL of a database."""
     return isinstance(where, str) and "://" in where
 
 
 def resolve_storage(where: str | Path) -> str | Path:
-    """Resolve a storage's name: `memory` and a database's URL stay as they are, anything else is a file's path."""
+    """Return the path of a file, unless `where` is `memory` or the URL of a database, which are returned unchanged."""
     return where if where == MEMORY or is_database(where) else Path(where)
 
 
@@ -52,8 +52,8 @@ def open_storage(where: str | Path) -> BaseStorage:
     """Open a study's storage.
 
     `where`, as `resolve_storage` returns it, is `memory`, a URL such as `postgresql://...`, or else the path of a
-    journal file, which is made if it is missing.
-    Raises `SelfspecError` for a file that is no journal, and for a database that cannot be reached or has no driver.
+    journal file, which is made if it is missing. Raises `SelfspecError` for a file that is not a journal, and for a
+    database that cannot be reached or whose driver is not installed.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if where == MEMORY:
@@ -62,7 +62,7 @@ def open_storage(where: str | Path) -> BaseStorage:
 
 
 def check_storage(where: str | Path) -> None:
-    """Raise `SelfspecError` where `open_storage` would; makes no file."""
+    """Raise `SelfspecError` if `open_storage` would fail; a missing journal file is not made."""
     if isinstance(where, Path):
         check_writable(where)
         _check_journal(where)
@@ -77,18 +77,18 @@ def _journal(path: Path) -> BaseStorage:
 
 
 def _check_journal(path: Path) -> None:
-    """Raise `SelfspecError` for a file that is no journal, or with a damaged line other than an unfinished last one."""
+    """Raise `SelfspecError` for a file that is not a journal or has a damaged line; the last line may be unfinished."""
     if kind(path) == "missing":
         return
     text = read_text(path)
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines() or [text] * bool(text)):
+    for number, line in enumerate(text.split("\n")[:-1] or [text] * bool(text)):
         try:
             sound = isinstance(json.loads(line)["op_code"], int)
         except (ValueError, KeyError, TypeError, RecursionError):
             sound = number == 0 and not text.endswith("\n") and '{"op_code":'.startswith(line[:11]) and line == text
         if not sound:
-            what = "is damaged" if number else "holds something else"
-            raise SelfspecError(f"{path} {what}; delete it, or name another place for the trials")
+            what = "is damaged" if number else "is not a file of trials"
+            raise SelfspecError(f"{path} {what}; delete it, or name another storage for the trials")
 
 
 class _JournalFile(JournalFileBackend):
@@ -101,7 +101,7 @@ class _JournalFile(JournalFileBackend):
         super().__init__(str(path), JournalFileOpenLock(str(path)))
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write whole lines, one writer at a time."""
+        """Append the entries as whole lines, with the file locked against other writers."""
         if fcntl is None:
             super().append_logs(logs)
             return
@@ -118,7 +118,7 @@ class _JournalFile(JournalFileBackend):
 
 
 def _torn(file: BinaryIO) -> bool:
-    """Return whether the last line was cut short."""
+    """Return whether the last line of the file is incomplete."""
     if not file.seek(0, os.SEEK_END):
         return False
     file.seek(-1, os.SEEK_END)
@@ -149,7 +149,7 @@ def _database(url: str) -> BaseStorage:
 
 
 def _patiently(make: Callable[[], BaseStorage], name: str) -> BaseStorage:
-    """Open a database, and retry where other workers make its tables at the same time, of which all but one fail."""
+    """Open a database by `make`; retry if the tables exist already because another worker makes them just now."""
     for again in range(_TRIES):
         try:
             with storage_errors(name):
@@ -163,7 +163,7 @@ def _patiently(make: Callable[[], BaseStorage], name: str) -> BaseStorage:
 
 @contextmanager
 def storage_errors(name: str | Path) -> Iterator[None]:
-    """Raise a storage's own errors as `SelfspecError`, in one line."""
+    """Raise errors of the storage as a `SelfspecError` of one line; `name`: the storage's path or name."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Problem:
     """The input of a strategy: the space, a seed, and the results of the preparation.
 
-    `warm`: paths to try first, in order. `gains`: for each variable and each of its choices, the score gained (or lost)
-    by that choice alone. `programme`: paths of the dynamic programme, one for each budget, the most likely first.
+    `warm`: paths to try first, in order. `gains`: for each variable and each of its modes, the score gained (or lost)
+    by this mode alone. `programme`: paths found by dynamic programming (see `warm_starts.programme`), one for each
+    budget of skipped cost, the most promising first.
     """
 
     space: Space
@@ -34,7 +35,7 @@ class Problem:
 
 
 class Strategy(Protocol):
-    """Proposes draft paths and learns their scores. One `tell` answers every `ask`; `learn` takes other scores."""
+    """Proposes draft paths and learns their scores. One `tell` answers every `ask`; `learn` takes further scores."""
 
     def ask(self) -> DraftPath:
         """Return the next path to try."""
@@ -47,10 +48,10 @@ class Strategy(Protocol):
 
 
 class OptunaSampler:
-    """One of Optuna's samplers, with one parameter for each variable of the space.
+    """A strategy by a sampler of Optuna, with a parameter for each variable of the space.
 
-    A variable of two choices is the integer 0 or 1. A variable of more choices is categorical, or an integer with
-    `ordered`, for samplers that take numbers only: modes are in the order of their cost.
+    `make(optuna.samplers, seed)` returns the sampler. A variable of two modes is the integer 0 or 1. A variable of more
+    modes is categorical, or, with `ordered`, the mode's number in the order of cost, for samplers that need numbers.
     """
 
     def __init__(self, problem: Problem, make: Callable[[Any, int], Any], *, ordered: bool = False) -> None:
@@ -76,14 +77,14 @@ class OptunaSampler:
         return dict(zip(self._distributions, self._space.point(path), strict=True))
 
     def ask(self) -> DraftPath:
-        """Return the sampler's suggestion."""
+        """Return the path that the sampler suggests."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._trial = self._study.ask(self._distributions)
             return self._space.path([self._trial.params[name] for name in self._distributions])
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Record the score."""
+        """Record the score of the path that `ask` last returned."""
         self._study.tell(self._trial, score)
 
     def learn(self, path: DraftPath, score: float) -> None:
@@ -95,9 +96,9 @@ class OptunaSampler:
 
 
 class SkOpt:
-    """scikit-optimize's Gaussian process over [0, 1]^n, the optimiser of Draft & Verify.
+    """The strategy of Draft & Verify: scikit-optimize's Gaussian process over [0, 1]^n, n variables.
 
-    A variable's modes share its interval evenly, in the order of their cost; skipping is the topmost part.
+    The interval of a variable is split evenly among its modes, the most expensive mode lowest and skip highest.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -110,7 +111,7 @@ class SkOpt:
         )
 
     def ask(self) -> DraftPath:
-        """Return the next warm start, or after the last one the most promising point by the Gaussian process."""
+        """Return the next warm start; without further warm starts, the path of the optimiser's next point."""
         if self._warm:
             return self._warm.pop(0)
         with warnings.catch_warnings():
@@ -121,10 +122,10 @@ class SkOpt:
             )
 
     def tell(self, path: DraftPath, score: float) -> None:
-        """Record the score at the point that was evaluated, not at the one that the optimiser asked for."""
+        """Record the score at the modes of `path`, not at the point in their intervals that the optimiser asked for."""
         point = zip(self._space.point(path), self._space.choices, strict=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library warns of repeated points and of its own dependencies
+            warnings.simplefilter("ignore")  # skopt warns of repeated points and of its own dependencies
             self._optimizer.tell([number / (len(modes) - 1) for number, modes in point], -score)
 
     learn = tell
@@ -165,6 +166,6 @@ def make_strategy(name: str, problem: Problem) -> Strategy:
 
 
 def check_strategy(name: str) -> None:
-    """Raise `SelfspecError` for the name of no strategy."""
+    """Raise `SelfspecError` if `name` is not the name of a strategy."""
     if name not in STRATEGIES:
         raise SelfspecError(f"strategy '{name}' is not known; known: {', '.join(STRATEGIES)}")

@@ -50,16 +50,16 @@ class AnotherFinishes(SelfspecError):  # noqa: N818 - nothing went wrong
 
 
 def run_search(llm: LLM, options: SearchOptions) -> Profile:
-    """Search which sub-layers of `llm` to skip, and measure the best draft path on held-out prompts.
+    """Search for the fastest draft path of `llm`, and measure the best path on held-out prompts.
 
     `objective` "replay" predicts tokens per second from a parallel replay and a cost model measured at `context` keys
-    (None: the mean context length of the texts); "wallclock" decodes for every trial, as the paper does. The trials end
-    after `trials` of them, when time is up, or at an interrupt (Ctrl-C). After an interrupt the best path so far is
-    returned without being measured. `minutes` bounds the whole search: a short search uses fewer prompts, tokens,
-    trials and measurements, and the profile records how many. If nothing beats plain decoding, the profile skips
-    nothing and its note says so; with `keep_best` the profile has the best path anyway. Raises `SelfspecError` for
-    options that do not fit the model, for no prompts, and where `max_new_tokens` do not fit the context;
-    `AnotherFinishes` in a worker whose study another worker completes.
+    (None: the mean context length of the texts); "wallclock" decodes for every trial, as Draft & Verify does. The
+    trials end when the study has `trials` trials, when time is up, or at an interrupt (Ctrl-C). After an interrupt the
+    best path so far is returned without being measured. `minutes` limits the whole search: a short search uses fewer
+    prompts, tokens, trials and measurements, and the profile records their numbers. If no path beats plain decoding
+    (without drafts), the profile skips nothing and its note says so; with `keep_best` the profile has the best path
+    anyway. Raises `SelfspecError` for options that do not fit the model, if there are no prompts, and if
+    `max_new_tokens` does not fit the context; `AnotherFinishes` if another worker of the study measures the finalists.
     """
     check_runtime_unsharded(llm.runtime, "a search")
     search, drawn = _begin(llm, options)
@@ -91,9 +91,10 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
 
 @dataclass(frozen=True)
 class _OtherPrompts:
-    """Prompts that are not searched on.
+    """The prompts that are used after the trials.
 
-    `held_out`: to measure on. `others`: token ids, to rescore the finalists on. `rest`: to count token frequencies in.
+    `held_out`: prompts to measure the finalists on. `others`: token ids of prompts to rescore the finalists on. `rest`:
+    further prompts, to count token frequencies in. `chat`: whether each prompt is a user's message.
     """
 
     held_out: HeldOut
@@ -103,15 +104,18 @@ class _OtherPrompts:
 
 
 def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
-    """Check the options, report the expected duration, and plan how much text fits the time."""
+    """Check the options, report the expected duration, and plan how much text fits the time.
+
+    Returns the state of the search, and the prompts that are used after the trials.
+    """
     budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
     budget.loaded = budget.spent
     space = _space(llm, options)
     options.decoding.check()
     if options.context is not None and (most := fit_context(llm.runtime, options.context)[0]) < options.context:
         raise SelfspecError(
-            f"context {options.context}: expected at most {most}, to which the model's context of "
-            f"{llm.runtime.skeleton.context} has room for the rounds that are timed"
+            f"context {options.context}: expected at most {most}, because the model's context of "
+            f"{llm.runtime.skeleton.context} must also hold the tokens of the timed rounds"
         )
     chosen = choose(
         options.prompts,
@@ -128,7 +132,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
     ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Logged()
     plain_llm = None
     if options.plain_llm is not None:
-        watch.stage("loading the model as suits plain decoding", None)
+        watch.stage("loading the model in the weight layout for plain decoding", None)
         plain_llm = options.plain_llm()
         plain_llm = None if fastest_plain((plain_llm, llm)) is llm else plain_llm
     watch.stage("timing the model", None)
@@ -155,7 +159,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
 
 
 def _space(llm: LLM, options: SearchOptions) -> Space:
-    """Return the search space: the options' choices, as far as the model allows them."""
+    """Return the search space that `options` describe, limited to the modes that the model supports."""
     choices = supported_choices(
         llm, options.allowed_modes, memory=MemoryBudget.from_llm(llm, options.extra_memory).limit
     )
@@ -163,10 +167,13 @@ def _space(llm: LLM, options: SearchOptions) -> Space:
 
 
 def _with_keywords(options: Callable[P, SearchOptions]) -> Callable[Concatenate[LLM, P], Profile]:
-    """Return `run_search` with the fields of `SearchOptions` as arguments, with the types and defaults of `options`."""
+    """Return `run_search` as a function that takes the arguments of `options`, with the same types and defaults."""
 
     def find_profile(llm: LLM, /, *args: P.args, **kwargs: P.kwargs) -> Profile:
-        """`run_search`, with the fields of `SearchOptions` as arguments."""
+        """Search for the fastest draft path of `llm` and return its profile.
+
+        The arguments are the fields of `SearchOptions`; `run_search` describes the search and the errors.
+        """
         return run_search(llm, options(*args, **kwargs))
 
     model = inspect.Parameter("llm", inspect.Parameter.POSITIONAL_ONLY, annotation=LLM)
@@ -184,7 +191,7 @@ def _task(
     prompts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
 ) -> SearchTask:
-    """Return the work that is still to be done."""
+    """Return the work that the search still has to do; `others`: token ids of the prompts to measure on."""
     texts = ledger.texts
     lengths = tuple(map(len, prompts))
     return SearchTask(
@@ -202,7 +209,7 @@ def _task(
 
 
 def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int) -> Calibration:
-    """Return the profile's record of the first `count` prompts, which were searched on."""
+    """Return the profile's record of the calibration prompts: the first `count` of `texts` (token ids)."""
     return record(
         chosen.source,
         texts[:count],
@@ -227,10 +234,11 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
 
 @dataclass(frozen=True)
 class _Preparation:
-    """The results of the preparation before the first trial: the objective and, with replay, the cost model.
+    """The results of the preparation before the first trial.
 
-    `refinements`: named refinements to try on the best path, where they can pay. `rescore` picks a finalist by other
-    texts.
+    `costs` and `replay` are None for the wall-clock objective. `refinements`: names and functions of further changes to
+    try on the best path. `rescore` picks a finalist by scores on texts that no trial was scored on; None if there are
+    too few such prompts.
     """
 
     search: Search
@@ -243,9 +251,9 @@ class _Preparation:
 
 
 def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn: _OtherPrompts) -> _Preparation:
-    """Make the objective, kept open in `resources`, and the refinements that this model allows.
+    """Make the objective, whose replay `resources` closes, and the refinements that this model allows.
 
-    Smaller draft vocabularies are chosen by token frequencies in further prompts.
+    Smaller draft vocabularies hold the most frequent tokens of `drawn.rest`.
     """
     llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
@@ -275,14 +283,14 @@ def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn
 
 
 def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tuple[list[int], ...]]:
-    """Yield three lists of token ids, cut to leave room for new tokens: prompts to search, measure and rescore on.
+    """Yield the token ids of the prompts to search, to measure and to rescore on, cut to leave room for new tokens.
 
-    Raises `SelfspecError` where `max_new_tokens` is not from 1 to one less than the context.
+    Raises `SelfspecError` unless `max_new_tokens` is from 1 to one less than the context.
     """
     context, new = llm.runtime.skeleton.context, options.max_new_tokens
     if not 1 <= new < context:
         raise SelfspecError(
-            f"max_new_tokens {new}: expected 1 to {context - 1}, what the context leaves beside a prompt"
+            f"max_new_tokens {new}: expected 1 to {context - 1}, to leave room for a prompt in the context"
         )
     parts = chosen.search, chosen.measure, chosen.rest[:PROMPTS]
     encoded = [[encode(llm, prompt, chat=chosen.chat) for prompt in part] for part in parts]
@@ -292,7 +300,7 @@ def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tup
 
 
 def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[list[int]]:
-    """Yield the token ids of the prompts that can be encoded; they are only used to count tokens."""
+    """Yield the token ids of each prompt that can be encoded, to count token frequencies; skip other prompts."""
     for prompt in prompts:
         with suppress(SelfspecError):
             yield encode(llm, prompt, chat=chat)
@@ -301,8 +309,8 @@ def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[lis
 def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int) -> bool:
     """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
 
-    A resumed search proposes the same paths as before, whose scores are known. Paths that other workers score now count
-    as the worst score so far (constant liar), until the true score is known.
+    A resumed search proposes the same paths as before, whose scores are known. A path that another worker is scoring
+    counts as the worst score so far (constant liar) until its true score is known.
     """
     ledger, reported, idle = search.ledger, set[DraftPath](), 0
     deadline, longest = search.budget.deadline("trials"), 0.0
@@ -315,7 +323,7 @@ def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[
 
     try:
         proposer = strategy()
-        if ledger.scores:  # makes the best one the incumbent that later paths are compared with
+        if ledger.scores:  # makes the best path the incumbent, with which later paths are compared
             objective.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
         while len(reported) < trials and idle < trials and (not reported or deadline.allows(longest)):
             begun = deadline.clock()
@@ -347,7 +355,7 @@ def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[
 
 
 def _scored(search: Search, objective: BoundedObjective, path: DraftPath) -> Score | None:
-    """Score a path, claimed meanwhile, and keep the score; return None for a path over a cost or memory bound."""
+    """Claim a path, score it and keep the score; return None for a path over its cost or memory bound."""
     search.ledger.claim(path)
     begun = search.budget.spent
     score = objective.score(path)

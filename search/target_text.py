@@ -1,4 +1,4 @@
-"""The input of a replay: texts that the target wrote, and the residual streams at their positions."""
+"""The input of a replay: texts that the target generated, and the residual streams at positions of these texts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 class TargetText:
     """A prompt of the first `prompt_length` tokens of `tokens`, and the target's own continuation of it.
 
-    `remaining`: the tokens that the continuation was allowed; it is shorter where the text ended by itself. `seed`: the
-    seed that it was sampled with.
+    `remaining`: the number of tokens that the continuation was allowed; a text that reached an end token is shorter.
+    `seed`: the seed that the continuation was sampled with (None: without a seed).
     """
 
     tokens: tuple[int, ...]
@@ -30,12 +30,12 @@ class TargetText:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The whole model's residual streams `[B, n, D]` at some positions of the texts, and a way to run sub-layers there.
+    """The whole model's residual streams `[B, n, D]` at n positions of B texts, and a function to run sub-layers.
 
     `entering[l]` is the input of layer l (the last is the model's output), `between[l]` is between the layer's
-    attention and its MLP. `branch(layer, part, x)` returns the output that a sub-layer adds to another stream `x` at
-    these positions. Attention reads the keys made from `x`, and the target's keys of all earlier tokens, if the
-    positions do not begin with the text.
+    attention and its MLP. `branch(layer, part, x)` returns the output that a sub-layer adds to any residual stream `x`
+    at these positions. Its attention reads keys made from `x`, and the target's keys of all tokens before the first of
+    these positions.
     """
 
     real: Tensor  # [B, n]: not padding

@@ -1,6 +1,6 @@
-"""Traces: the draft from every start of a text, and the rounds that any controller would make of them.
+"""Traces: the drafts from all positions of a text, and the rounds that decoding with any controller would make of them.
 
-Pure Python, without tensors.
+A start is a position of a text that a draft begins at. Pure Python, without tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from selfspec.types.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The draft from every start in one text of `tokens` new tokens, of which `remaining` were allowed.
+    """The drafts from all starts of one text, which has `tokens` new tokens; at most `remaining` were allowed.
 
-    Start i is the position after i emitted tokens of the text; `remaining` - i more may be emitted from it. A trace may
-    hold the first starts only; a walk then ends with them. `confidences[i]` are those of the tokens drafted from start
-    i; the first `runs[i]` of them match the text. `ranks[i]`: which candidate for the position after those is the
-    text's token (1: the second one; 0: none of them; the drafted token, the first candidate, does not match).
-    `unfinished[i]`: the draft ended because no controller in play would have gone on, not because it had to.
-    `drafted[i]`: the tokens drafted from start i. `passes[i]`: the draft passes from start i where lookup tokens spare
-    some, each as its first token's index and its number of tokens; empty: one pass for each token. `free[i]`: the
-    chances of lookup tokens that may be verified without a draft step, and how many of them match the text.
+    Start i is the position after i new tokens, from which `remaining` - i more tokens may be emitted. A trace may hold
+    the first starts only; a walk then ends after the last of these starts.
+
+    `drafted[i]`: the tokens drafted from start i; the first `runs[i]` of these tokens match the text.
+    `confidences[i]`: the confidence of each drafted token. `ranks[i]`: which candidate for the first wrong token's
+    position is the text's token (1: the second candidate; 0: no candidate; the drafted token is the first candidate).
+    `unfinished[i]`: whether the draft ended because every controller of the replay would stop, not because the text
+    ended or had no room. `passes[i]`: the draft passes from start i if lookup tokens save some passes, each as the
+    index of its first token and its number of tokens; empty: one pass for each token. `free[i]`: the chance of each
+    lookup token that may be verified without a draft step, and how many of these tokens match the text.
     """
 
     tokens: int
@@ -47,23 +49,27 @@ class Trace:
         return Trace(self.tokens, self.remaining, *joined)
 
     def work(self, start: int, drafted: int) -> Work:
-        """Return the draft work of `drafted` tokens from `start`."""
+        """Return the draft-path passes that draft the first `drafted` tokens from `start`, as `Work`."""
         return passes_of(w for i, w in self.passes[start] if i < drafted) if self.passes else steps_of(drafted)
 
 
 @dataclass(slots=True)
 class Walk:
-    """Decoding of one text: its statistics, and the number of rounds for each pair of draft work and verified rows."""
+    """The result of walking over the trace of one text, as if the text were decoded.
+
+    `rounds`: the number of rounds for each pair of draft work and number of verified rows.
+    """
 
     stats: Stats = field(default_factory=Stats)
     rounds: Counter[tuple[Work, int]] = field(default_factory=Counter)
 
 
 class WalkStep(NamedTuple):
-    """One round of a walk: the confidences of the drafted tokens, of which the first `num_accepted` match the text.
+    """One round of a walk: `confidences` of the drafted tokens, of which the first `num_accepted` match the text.
 
-    `candidates`: the tokens verified at all positions, the drafted ones included. `other`: whether another candidate
-    was right where the drafted token was not. `emitted`: a number of tokens. `work`: the draft work.
+    `candidates`: the number of tokens verified at all positions, drafted tokens included. `other`: whether another
+    candidate matches the text at the first wrong token. `emitted`: the number of tokens emitted. `work`: the draft
+    work.
     """
 
     confidences: Sequence[float]
@@ -77,9 +83,9 @@ class WalkStep(NamedTuple):
 def walk(traces: Iterable[Trace], controller: Controller, *, candidates: int = 1, seeded: bool = False) -> list[Walk]:
     """Walk the traces in order and return the rounds that real decoding would have, without decoding.
 
-    `candidates`: the most for each position, the drafted token included. `seeded`: the controller starts afresh with
-    each text. `controller` itself is not changed. Raises `ValueError` where a trace's draft is shorter than the
-    controller's.
+    `candidates`: the largest number of candidates for each position, the drafted token included. `seeded`: whether the
+    controller starts each text in its initial state. `controller` itself is not changed. Raises `ValueError` if a draft
+    of a trace ended where `controller` would continue.
     """
     state = controller.start()
     walks = []
@@ -104,7 +110,7 @@ def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
 
 
 def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Iterator[WalkStep]:
-    """Yield the rounds of decoding one text, in order; `controller` has observed each round before it is yielded."""
+    """Yield the rounds of decoding one text, in order; `controller` observes each round before the round is yielded."""
     start, deepest = 0, WIDEST_DRAFT // candidates
     while start < len(trace.runs):
         if step := _lookup_step(trace, start, controller):
@@ -123,7 +129,7 @@ def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Itera
 
 
 def _lookup_step(trace: Trace, start: int, controller: Controller) -> WalkStep | None:
-    """Return the round from `start` if the controller verifies lookup tokens without a draft step, else None."""
+    """Return the round from `start` if `controller` verifies lookup tokens instead of drafting, else None."""
     chances, run = trace.free[start] if trace.free else ((), 0)
     taken = controller.lookup_length(chances)
     if not taken:
@@ -133,12 +139,12 @@ def _lookup_step(trace: Trace, start: int, controller: Controller) -> WalkStep |
 
 
 def _draft_from(trace: Trace, start: int, controller: Controller, deepest: int) -> DraftLoop:
-    """Return the draft from `start` as `controller` would end it."""
+    """Replay the drafting loop from `start` on the recorded confidences, until `controller` stops drafting."""
     draft_loop = DraftLoop(controller, depth=min(trace.remaining - start - 1, deepest))
     for confidence in trace.confidences[start]:
         if not draft_loop.wants:
             return draft_loop
         draft_loop.record(confidence)
     if draft_loop.wants and trace.unfinished[start]:
-        raise ValueError("the trace is too short for this controller; replay with it in play")
+        raise ValueError("the trace is too short for this controller; expected a replay with this controller")
     return draft_loop

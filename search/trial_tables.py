@@ -21,11 +21,12 @@ from .space import Space
 def trials_frame(ledger: Ledger) -> pd.DataFrame:
     """Return a row for each trial of a study, in the order in which they were kept.
 
-    `seconds`: the scoring time up to and including this trial, over all workers. `speedup`: predicted, over plain
-    decoding; `best`: the highest so far, without pruned trials, which cover a share of the texts only. `skipped`,
-    `attention` and `mlp` count skipped sub-layers, `int8` and `int4` quantised ones; `draft_cost`: a draft step as a
-    share of a plain step; NaN where decoding was timed. `on_front`: no other trial beats this one in both acceptance
-    and draft cost. Raises `SelfspecError` where the study has no trials.
+    Columns: `seconds` (the scoring time up to and including this trial, summed over all workers), `speedup` (predicted,
+    over plain decoding), `best` (the highest speedup so far, without pruned trials, which cover a share of the texts
+    only), `skipped`, `attention` and `mlp` (numbers of skipped sub-layers), `int8` and `int4` (numbers of quantised
+    sub-layers), `draft_cost` (a draft step as a share of a plain step; NaN if decoding was timed), `on_front` (no other
+    trial is better in both acceptance and draft cost); further columns are fields of `Score`. Raises `SelfspecError` if
+    the study has no trials.
     """
     front = {id(entry) for entry in pareto(ledger.entries)}
     rows = []
@@ -63,15 +64,15 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
 def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
     """Return a row for each part that may be skipped: a layer's `attention`, its `mlp`, or both as a `layer`.
 
-    `speedup`: predicted, over plain decoding, of always drafting a few tokens (`draft_tokens`) with that part alone
-    skipped, the rest in the base mode (`Space.base`). `gain`: the relative change of the speedup from skipping
-    nothing, negative for a loss. Both are NaN where none is known. Raises `SelfspecError` where the study has no gains
-    or no cost model.
+    `speedup`: the predicted speedup over plain decoding if drafts always have `draft_tokens` tokens, only this part is
+    skipped, and all other parts run in the base mode (`Space.base`). `gain`: the relative change of the speedup against
+    skipping nothing, negative for a loss. Both are NaN if the speedup is not known. Raises `SelfspecError` if the study
+    has no gains of single changes or no cost model.
     """
     costs, gains = ledger.costs, ledger.gains
     if gains is None or costs is None:
         raise SelfspecError(
-            f"{ledger.description}: holds nothing on single sub-layers; "
+            f"{ledger.description}: holds no gains of single sub-layers; "
             "expected a search with --objective replay and warm starts"
         )
     space = _space(ledger)
@@ -99,6 +100,6 @@ def _space(ledger: Ledger) -> Space:
 
 
 def _drafted(settings: dict[str, Any]) -> int:
-    """Return the fixed draft length of the drafts that tried parts alone."""
+    """Return the draft length of the drafts that skipped each part alone."""
     spec = settings.get("controller")
     return ALONE if spec is None else min(ALONE, deepest([make_controller(ControllerSpec.model_validate(spec))]))

@@ -1,4 +1,4 @@
-"""Warm starts: draft paths to try first. They matter more than the choice of strategy."""
+"""Warm starts: draft paths to try first, which matter more than the choice of strategy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .climbing import Gains
 from .space import Point, Space
 from .target_text import Streams
 
-SHARES = (0.25, 0.375, 0.5, 0.625)  # share of all variables to skip, those of the highest gain first
-FEW = (0.05, 0.1, 0.2, 0.35)  # the same, where the rest runs quantised and is cheap already
+SHARES = (0.25, 0.375, 0.5, 0.625)  # shares of the variables to skip, by falling gain
+FEW = (0.05, 0.1, 0.2, 0.35)  # the same, if the other variables run quantised and are cheap already
 BUDGETS = 24  # levels of skipped cost in the dynamic programme
 
 
 def likely(space: Space, gains: Gains) -> tuple[DraftPath, ...]:
     """Return the paths to try first, by the gain of each single change.
 
-    With a quantised base mode: everything in int8; everything in int4; for each cheaper mode, the k variables that gain
-    most (or lose least) in it, for several k, with the rest in the base mode; and two skip sets with the rest in full.
-    With base mode full: `first_k` alone.
+    If the base mode of the space is full, they are the paths of `first_k`. If the base mode is quantised, they are:
+    everything in int8; everything in int4; for each cheaper mode, the paths that have the k variables of the highest
+    gain in this mode, for several k, and all other variables in the base mode; and two skip sets in full precision.
     """
     if space.base == "full":
         return first_k(space, gains)
@@ -43,9 +43,10 @@ def first_k(
     shares: Sequence[float] = SHARES,
     rest: Point | None = None,
 ) -> tuple[DraftPath, ...]:
-    """Return paths with the k best variables in a mode, for several k, and the others as in `rest`.
+    """Return paths that have the k variables of the highest gain in `mode`, for several k.
 
-    The best variables gain most (or lose least) in the mode.
+    `shares`: the values of k, as shares of the variables that may have `mode`. `rest`: the modes of all other variables
+    (None: full).
     """
     able = {i: modes.index(mode) for i, modes in enumerate(space.choices) if mode in modes}
     ranked = sorted(able, key=lambda i: -gains[i][able[i]])
@@ -60,13 +61,17 @@ def every_second(space: Space) -> DraftPath:
 
 
 def every_fourth(space: Space) -> DraftPath:
-    """Return the path that skips every fourth layer: its drafts are often right, but not always."""
+    """Return the path that skips every fourth layer, whose drafts are often but not always right."""
     fourth = tuple(range(1, space.layers - 1, 4)) or (0,)
     return space.nearest(SkipSet(fourth, fourth))
 
 
 def by_cosines(space: Space, streams: Streams) -> Gains:
-    """Return gains by how little skipping a variable changes the stream: its cosine less 1; 0 for the other modes."""
+    """Return the gains of skipping each variable, estimated by how little it changes the residual stream.
+
+    The gain is the cosine of the residual streams before and after the variable's sub-layers, less 1; modes other than
+    skip have gain 0.
+    """
     cosines = [*_cosines(space, streams), 1.0]  # the head, where it is a variable, has no cosine
     return tuple(
         tuple(cosines[min(i, len(cosines) - 1)] - 1 if mode == "skip" else 0.0 for mode in modes)
@@ -75,12 +80,12 @@ def by_cosines(space: Space, streams: Streams) -> Gains:
 
 
 def _cosines(space: Space, streams: Streams) -> list[float]:
-    """Return for each variable the mean cosine of its input and output streams in the whole model."""
+    """Return, for each variable, the mean cosine of the whole model's residual streams before and after it."""
     return [_cosine(*_ends(part, streams), streams.real) for part in space.variables]
 
 
 def _ends(part: SkipSet, streams: Streams) -> tuple[Tensor, Tensor]:
-    """Return the whole model's streams before and after a variable's sub-layers."""
+    """Return the whole model's residual streams before and after the sub-layers `part` of a variable."""
     layer = (part.attention or part.mlp)[0]
     before = streams.entering[layer] if part.attention else streams.between[layer]
     return before, streams.entering[layer + 1] if part.mlp else streams.between[layer]
@@ -89,12 +94,13 @@ def _ends(part: SkipSet, streams: Streams) -> tuple[Tensor, Tensor]:
 def programme(space: Space, streams: Streams, costs: CostModel) -> tuple[DraftPath, ...]:
     """Return one path for each budget of skipped cost, by dynamic programming over the sub-layers in order.
 
-    Sub-layers that are not skipped run in the base mode; the streams are the whole model's.
+    Sub-layers that are not skipped run in the base mode. `streams`: the whole model's residual streams.
 
-    After CLaSp (Chen et al. 2505.24196), with one decision for all positions. A state is the stream `[B, n, D]` after
-    some choices. Of running a variable's sub-layers on the state of cost j, and skipping them from the state of cost
-    j - c, the result with the higher mean cosine to the whole model's stream is kept. Paths whose budgets are near half
-    of the whole come first.
+    The method is that of CLaSp (Chen et al. 2505.24196), with one decision for all positions. The state j is the
+    residual stream `[B, n, D]` after choices that skip j units of cost. For the next variable, of cost c, the new state
+    j is the better of two results: the old state j with the variable's sub-layers run, and the old state j - c, which
+    skips them. The better result has the higher mean cosine to the whole model's residual stream. Paths whose budgets
+    are near half of the total cost come first.
     """
     prices = [len(part.attention) * costs.attention + len(part.mlp) * costs.mlp for part in space.variables]
     unit = (sum(prices) or 1.0) / BUDGETS
@@ -123,7 +129,7 @@ def programme(space: Space, streams: Streams, costs: CostModel) -> tuple[DraftPa
 
 
 def _run(x: Tensor, part: SkipSet, streams: Streams) -> Tensor:
-    """Return the stream after a variable's sub-layers ran on it."""
+    """Return the residual stream `x` after the sub-layers `part` of a variable have run on it."""
     for layer in part.attention:
         added = streams.branch(layer, "attention", x)
         x = x.to(added.device) + added

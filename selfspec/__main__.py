@@ -1,4 +1,4 @@
-"""`python -m selfspec`: the command. Knows nothing of what it does."""
+"""Entry point of `python -m selfspec`: runs the `selfspec` command."""
 
 from selfspec.cli import main
 

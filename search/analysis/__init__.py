@@ -1,1 +1,1 @@
-"""Analyses of a search for notebooks: sweeps, comparisons of strategies, drafted tokens."""
+"""Analyses of searches for notebooks: sweeps over skip sets, comparisons of strategies, drafted tokens."""

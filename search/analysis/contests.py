@@ -1,4 +1,4 @@
-"""Searches compared: strategies over time, the importance of each sub-layer, predictions beside measurements."""
+"""Compare strategies over time, the importance of sub-layers, and predictions with measurements."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def race(
 ) -> pd.DataFrame:
     """Run every strategy with the same texts, costs, gains and warm starts; return a row for each trial.
 
-    Columns: `strategy`, `seed`, `trial` (from 1), `seconds` since the first `ask`, the strategy's own time included,
-    `speedup` (predicted, over plain decoding; for a pruned trial, on the share that was replayed), `pruned`, `best`
+    Columns: `strategy`, `seed`, `trial` (from 1), `seconds` (since the first `ask`, the time of the strategy included),
+    `speedup` (predicted, over plain decoding; for a pruned trial, from the share that was replayed), `pruned`, `best`
     (the best speedup so far), `skip`.
     """
     rows = []
@@ -52,7 +52,7 @@ def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.D
     """Return the importance of each sub-layer for the speedups of a `race`: Optuna's fANOVA (Hutter et al. 2014).
 
     Columns: `layer`, `part`, `importance` (adds up to 1), `effect` (the mean speedup of the trials that skipped the
-    sub-layer, less that of the other trials; NaN where either group is empty). Every skip set counts once.
+    sub-layer, less the mean of all other trials; NaN if either group is empty). Every skip set counts once.
     """
     distinct = trials.drop_duplicates("skip")
     bits = pd.DataFrame([bench.space.point(skip) for skip in distinct["skip"]], columns=list(bench.space.names)) > 0
@@ -71,7 +71,7 @@ def importance(bench: Workbench, trials: pd.DataFrame, *, seed: int = 0) -> pd.D
 
 
 def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int = 0) -> pd.DataFrame:
-    """Measure random skip sets by real decoding, on the texts that they were predicted on.
+    """Measure random skip sets by real decoding of the prompts that their speed was predicted on.
 
     Columns: `temperature`, `skipped`, `predicted` and `measured` (speedup over plain decoding, prefill included), `low`
     and `high` (95% bootstrap interval over prompts).
@@ -87,8 +87,8 @@ def predictions(bench: Workbench, *, sets: int = 8, rounds: int = 2, seed: int =
 def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
     """Compare the cost model's draft steps with timed ones, on random skip sets that it was not fitted to.
 
-    Columns: `attention` and `mlp` (the number of each that run), `predicted` and `timed`: a draft step as a share of a
-    plain step, which is timed along with it, as a machine's speed drifts.
+    Columns: `attention` and `mlp` (how many such sub-layers run), `predicted` and `timed` (a draft step as a share of
+    a plain step; both steps are timed together, because the speed of a machine drifts).
     """
     rows = []
     layers, costs = bench.space.layers, bench.costs
@@ -102,12 +102,12 @@ def cost_fit(bench: Workbench, *, sets: int = 8, seed: int = 0) -> pd.DataFrame:
 
 
 def verification_costs(bench: Workbench) -> pd.DataFrame:
-    """Return the cost of a pass over several rows, as a share of that of one row. Columns: `rows`, `share`."""
+    """Return the cost of a verification pass by its rows. Columns: `rows`, `share` (of a pass over one row)."""
     costs = bench.costs
     return pd.DataFrame({"rows": costs.widths, "share": [v / costs.verify[0] for v in costs.verify]})
 
 
 def random_sets(bench: Workbench, count: int, seed: int) -> list[SkipSet]:
-    """Return random skip sets of a tenth to six tenths of the sub-layers."""
+    """Return `count` random skip sets, each of a tenth to six tenths of the sub-layers."""
     draw, n = random.Random(seed), len(bench.space)
     return [random_set(bench, draw.randint(max(1, n // 10), 6 * n // 10), draw) for _ in range(count)]

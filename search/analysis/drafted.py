@@ -1,4 +1,4 @@
-"""Drafts on one trace: thresholds, draft lengths, acceptance by position and confidence, controllers, candidates."""
+"""Analyses of traces: thresholds, draft lengths, acceptance by position and confidence, controllers, candidates."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Z = 1.96  # standard errors in half a 95% interval
 
 
 def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates: int = 1) -> pd.DataFrame:
-    """Return the rounds of decoding the texts in order; the controller learns from text to text.
+    """Return a row for each round of decoding the texts in order; the controller learns from text to text.
 
-    Columns: `text`, `round` (of the text, from 1), `drafted`, `accepted` (of these tokens), `candidates` (verified at
-    all positions, the drafted tokens included), `other` (another candidate was right where the drafted token was not),
-    `emitted`, `threshold` (after the round; empty for a controller without one).
+    Columns: `text` (index), `round` (of the text, from 1), `drafted` and `accepted` (numbers of tokens), `candidates`
+    (tokens verified at all positions, drafted tokens included), `other` (whether another candidate matches the text at
+    the first wrong token), `emitted` (number of tokens), `threshold` (after the round; empty for a controller without a
+    threshold).
     """
     state = controller.start()
     rows = []
@@ -40,10 +41,10 @@ def rounds_frame(traces: Sequence[Trace], controller: Controller, *, candidates:
 
 
 def drafted_tokens(traces: Sequence[Trace]) -> pd.DataFrame:
-    """Return every drafted token, from every start, whose predecessors in the draft all match the text.
+    """Return a row for each drafted token whose predecessors in its draft all match the text.
 
     Columns: `place` (position in the draft, from 1), `confidence`, `accepted`, `rank` (for a rejected token, the
-    candidate that is the text's token: 1 for the second; 0: accepted, or none known).
+    candidate that is the text's token: 1 for the second candidate; 0: accepted, or no known candidate).
     """
     tokens = pd.DataFrame([token for trace in traces for token in drafted(trace)], columns=list(Drafted._fields))
     return tokens[["place", "confidence", "accepted", "rank"]]
@@ -75,10 +76,10 @@ def acceptance_by(tokens: pd.DataFrame, column: str, *, bins: int = 12) -> pd.Da
 def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -> pd.DataFrame:
     """Return the best fixed draft length and its speedup: by theory at each acceptance rate, and on skip sets' traces.
 
-    Theory is Leviathan et al. (2211.17192): every token is accepted with the same chance. A verification pass costs
-    what the bench's cost model has for its rows, and a draft step the median over the skip sets. Columns: `source`
-    (theory or trace), `acceptance` (the chance that a token is accepted if all before it are), `k` (0: no drafting),
-    `speedup`.
+    Theory is Leviathan et al. (2211.17192): every token is accepted with the same chance. The costs are those of the
+    workbench's cost model; in theory, a draft step has the median cost over the skip sets. `most`: the longest draft.
+    Columns: `source` (theory or trace), `acceptance` (the chance that a token is accepted if all tokens before it are),
+    `k` (the best draft length; 0: no drafting), `speedup`.
     """
     costs, layers = bench.costs, bench.space.layers
     typical = float(np.median([costs.draft(skip, layers) for skip in skips]))
@@ -97,10 +98,11 @@ def best_lengths(bench: Workbench, skips: Sequence[SkipSet], *, most: int = 8) -
 
 
 def compare_controllers(bench: Workbench, skip: SkipSet) -> pd.DataFrame:
-    """Compare every kind of controller, its options tuned on the bench's texts, with growing numbers of candidates.
+    """Compare all kinds of controllers, with options tuned on the workbench's texts, at each number of candidates.
 
-    Columns: `controller`, `candidates` (the most for each position; 1 is a chain), `speedup` (predicted, over plain
-    decoding), `bound` (of perfect stopping with as many candidates), `acceptance_rate`, `tokens_per_round`, `options`.
+    Columns: `controller`, `candidates` (the most for each position), `speedup` (predicted, over plain
+    decoding), `bound` (the speedup if every draft ended at the best position), `acceptance_rate`, `tokens_per_round`,
+    `options`.
     """
     draft, traces = bench.costs.draft(skip, bench.space.layers), bench.traces(skip)
     kinds = {kind: [c for c in bench.controllers if c.name == kind] for kind in CONTROLLERS}

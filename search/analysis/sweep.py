@@ -35,11 +35,11 @@ ATTENTION, MLP = "attention alone", "MLP alone"
 def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 2, seed: int = 0) -> pd.DataFrame:
     """Score families of skip sets; return a row for each set.
 
-    `counts`: the numbers of skipped sub-layers (None: up to three quarters of all, in steps of two); `each`: random
-    sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (the number of each),
+    `counts`: the numbers of skipped sub-layers (None: up to three quarters of all, in steps of two); `each`: the
+    number of random sets of each count. Columns: `family`, `temperature`, `skipped`, `attention` and `mlp` (skipped),
     `speedup` (predicted, over plain decoding), `acceptance_rate`, `tokens_per_round`, `draft_cost` (a draft step as a
-    share of a plain step), `bound` (the speedup of perfect stopping, for greedy elimination alone, as it takes
-    longest), `score` (the `Score` itself), `rest` (the mode of the other sub-layers, as text).
+    share of a plain step), `bound` (the speedup if every draft ended at the best position; only for greedy elimination,
+    as it takes longest), `score` (the `Score`), `rest` (as text, the mode of the sub-layers that are not skipped).
     """
     counts = range(2, 3 * len(bench.space) // 4 + 1, 2) if counts is None else sorted(counts)
     sets = _sets(bench, counts, each, seed)
@@ -47,7 +47,7 @@ def sweep(bench: Workbench, *, counts: Sequence[int] | None = None, each: int = 
 
 
 def row(bench: Workbench, family: str, score: Score, *, bound: bool = True) -> dict[str, object]:
-    """Return the row of `sweep` for a scored path."""
+    """Return the row of `sweep` for a scored path; `bound`: whether to compute its bound."""
     return {
         "family": family,
         "temperature": bench.temperature,
@@ -88,7 +88,9 @@ def random_set(bench: Workbench, count: int, draw: random.Random) -> SkipSet:
 
 
 def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
-    """Yield a skip set of each of `counts` by greedy elimination, which skips the sub-layer that leaves most speed.
+    """Yield a skip set of each size in `counts` by greedy elimination.
+
+    Each step skips the sub-layer whose skipping leaves the highest speed.
 
     The elimination is lazy (Minoux 1978): a sub-layer is scored again only when its last score is the most promising.
     """
@@ -103,16 +105,16 @@ def elimination(bench: Workbench, counts: Iterable[int]) -> Iterator[SkipSet]:
 
 
 def measure_rows(bench: Workbench, rows: pd.DataFrame, *, rounds: int = 2) -> pd.DataFrame:
-    """Return the rows of a `sweep` with `measured`, `low` and `high`: the measured speedup over plain decoding.
+    """Return rows of a `sweep` with the measured speedup over plain decoding, in columns `measured`, `low` and `high`.
 
-    It is the median over held-out prompts, interleaved with plain decoding, with its 95% bootstrap interval.
+    The columns are the median over held-out prompts and its 95% bootstrap interval; all runs are interleaved.
     """
     measured = bench.measure([bench.profile(score) for score in rows["score"]], bench.held_out, rounds=rounds)
     return rows.join(pd.DataFrame(measured, columns=["measured", "low", "high"], index=rows.index))
 
 
 def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
-    """Return rows of every family to measure: the one predicted fastest, and others spread over the counts."""
+    """Return `each` rows or fewer of every family: the fastest row by prediction, and rows spread over the counts."""
     picked: list[int] = []
     for _, family in rows.groupby("family", sort=False):
         ordered = family.sort_values("skipped")
@@ -123,7 +125,10 @@ def representatives(rows: pd.DataFrame, *, each: int = 3) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Speedups:
-    """`rows` as from `sweep`, some measured; `sensitivity` by temperature and rest, as from `sensitivity_frame`."""
+    """The results of `speedups`: rows of `sweep`, some with measurements, and sensitivity frames.
+
+    `sensitivity`: the result of `sensitivity_frame` for each temperature and mode `rest`.
+    """
 
     rows: pd.DataFrame
     sensitivity: dict[tuple[float, HeadMode], pd.DataFrame]
@@ -144,12 +149,12 @@ def speedups(
     seed: int = 0,
     costs: CostModel | None = None,
 ) -> Speedups:
-    """Return everything that a plot of speedup against skipped sub-layers shows, at several temperatures.
+    """Return the data of plots of the speedup against the number of skipped sub-layers, at several temperatures.
 
-    Sub-layers that are not skipped draft in each mode of `rests`. Beside a `sweep` there are the Pareto front
-    (acceptance against draft cost) and the profile of a search of `trials` on the same texts. Some rows of every family
-    are measured in `rounds` rounds (0: none). With `costs`, of another machine or model, nothing is measured or
-    searched: texts and drafts are this model's, and seconds follow `costs`.
+    Sub-layers that are not skipped draft in each mode of `rests`. The rows are those of a `sweep`, and of the Pareto
+    front (acceptance against draft cost) and the profile of a search with `trials` trials on the same texts. Some rows
+    of every family are measured in `rounds` rounds (0: none). With `costs`, the cost model of another machine or model,
+    nothing is measured or searched: texts and drafts are those of `llm`, and speeds follow from `costs`.
     """
     rows: list[pd.DataFrame] = []
     sensitivity = {}

@@ -1,4 +1,4 @@
-"""A workbench: one model's texts, their replay, and the costs of decoding; the source of the notebooks' figures."""
+"""`Workbench`: the texts of one model, a replay of these texts and the cost model, for the notebooks' figures."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from ..trace import Trace
 
 
 class Workbench:
-    """The preparation of a search, and the score of any skip set; a context manager.
+    """Context manager that prepares a search, then scores and measures any skip set or draft path.
 
     `prompts`: calibration text, the result of `read_prompts`, or None for the built-in prompts; `count` of them are
-    continued by `max_new_tokens` at `temperature`, and as many others are kept in `held_out` for measuring. Sub-layers
-    that are not skipped, and the head, draft in the mode `rest`. The costs are measured if `costs` is None.
-    Sub-layers' gains are in `problem`. Raises `SelfspecError` as `find_profile` does.
+    continued by `max_new_tokens` at `temperature`, and as many other prompts are kept in `held_out` for measuring.
+    `rest`: the mode in which the head and the sub-layers that are not skipped draft. `costs` None: costs are measured.
+    The attribute `problem` holds the gains of skipping single sub-layers. Raises the errors of `find_profile`.
     """
 
     costs: CostModel
@@ -72,7 +72,7 @@ class Workbench:
             for part in (chosen.search, chosen.measure)
         )
         if not self.prompts:
-            raise SelfspecError("there are no prompts to work on")
+            raise SelfspecError("prompts: none; expected at least one prompt")
         self.space = Space(llm.runtime.layers, modes=(rest, "skip"), head=(rest,))
         self.controllers = controllers_in_play(LONGEST_DRAFT)
         settings = {"model": llm.identity.model_dump(mode="json"), "keep": [], "granularity": "sublayer"}
@@ -102,25 +102,28 @@ class Workbench:
         return self.decoding.temperature
 
     def objective(self) -> ReplayObjective:
-        """Return the search's objective as before the first trial: without an incumbent, so that no path is pruned."""
+        """Return a new replay objective, which has no best path yet to compare with, so that it prunes no path."""
         return ReplayObjective(self.replay, self.costs, self.controllers)
 
     def path(self, path: DraftPath | SkipSet) -> DraftPath:
-        """Return the draft path of a skip set in this space; a draft path is returned unchanged."""
+        """Return the draft path of a skip set, with all other sub-layers in mode `rest`; a draft path is unchanged."""
         return self.space.nearest(path) if isinstance(path, SkipSet) else path
 
     def score(self, path: DraftPath | SkipSet) -> Score:
-        """Return the score of a skip set or a path with the best of the controllers, on all starts."""
+        """Return the score of a skip set or a path with the best of `controllers`, on all of the texts."""
         return self.objective().score(self.path(path))
 
     def profile(self, score: Score) -> Profile:
-        """Return a profile that drafts as was scored."""
+        """Return a profile with the path, the controller and the candidates of `score`."""
         return profile_from_score(Profile(model=self.llm.identity, costs=self.costs), score, self.replay.confidence)
 
     def measure(
         self, profiles: Sequence[Profile], prompts: Sequence[Prompt], *, rounds: int
     ) -> list[tuple[float, float, float]]:
-        """Return each profile's median speedup over plain decoding, and its 95% bootstrap interval; all interleaved."""
+        """Return each profile's median speedup over plain decoding, and the ends of its 95% bootstrap interval.
+
+        The runs of all profiles and of plain decoding are interleaved.
+        """
         options = self.decoding.timed()
         methods = {str(i): method(self.llm, self.llm.drafter_for(p), options) for i, p in enumerate(profiles)}
         methods = {"plain": method(self.llm, PlainDrafter(), options), **methods}
@@ -129,11 +132,11 @@ class Workbench:
         return [(speedup, low, high) for speedup, (low, high) in speedups]
 
     def traces(self, path: DraftPath | SkipSet) -> list[Trace]:
-        """Return the drafts from every start of the texts, as long as any of the controllers may draft."""
+        """Return the traces of drafts along a path, as long as the longest draft of `controllers`."""
         return self.replay.trace(self.path(path), [FixedK(deepest(self.controllers))])
 
     def draft_cost(self, path: DraftPath | SkipSet) -> float:
-        """Return a draft step as a share of a plain step."""
+        """Return the cost of a draft step as a share of a plain step."""
         return self.costs.draft_share(self.path(path), self.space.layers)
 
     def payoff(self, path: DraftPath | SkipSet) -> PayoffModel:
@@ -142,6 +145,6 @@ class Workbench:
         return PayoffModel.from_costs(self.costs, self.path(path), self.space.layers, curve)
 
     def bound(self, path: DraftPath | SkipSet) -> Bound:
-        """Return the speedup of drafts along a path if every draft ended just before its first rejected token."""
+        """Return the speedup of drafts along a path if every draft ended at the best position (`oracle_bound`)."""
         draft = self.costs.draft(self.path(path), self.space.layers)
         return oracle_bound(self.traces(path), self.costs, draft, candidates=self.replay.candidates)

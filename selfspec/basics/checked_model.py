@@ -1,4 +1,4 @@
-"""Base class and number types of validated data."""
+"""Pydantic base class and number types for validated data."""
 
 from __future__ import annotations
 

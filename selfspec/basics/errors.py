@@ -28,14 +28,18 @@ def one_line(value: object) -> str:
 def short(value: object) -> str:
     """Return a value's representation, cut to one line of at most 60 characters."""
     try:
-        text = one_line(_BOUNDED.repr(value))  # aliases can make a small file's value endless
+        text = one_line(_BOUNDED.repr(value))  # YAML aliases can nest a small file's value endlessly
     except ValueError:
         return "a huge number"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def reason(error: Exception) -> str:
-    """Return the first sentence of an error on one line, at most 300 characters."""
+    """Return the first sentence of an error's message on one line, at most 300 characters.
+
+    The error's type is put before the message of a `KeyError`, and before a message of fewer than 20 characters.
+    `transformers`' message on weights of mismatched sizes is replaced by a short one.
+    """
     text = " ".join(str(error).split())
     if "ignore_mismatched_sizes" in text:
         return "config.json does not fit the weights"

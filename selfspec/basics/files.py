@@ -21,7 +21,7 @@ def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
     except (FileNotFoundError, NotADirectoryError):
         return "missing"
     except (OSError, ValueError) as error:
-        raise SelfspecError(f"{_short(path)}: no such path can be ({_reason(error)})") from None
+        raise SelfspecError(f"{_short(path)}: not a valid path ({_reason(error)})") from None
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
@@ -37,7 +37,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Read the text of `path`. Raises `SelfspecError` if it is missing, no regular file, unreadable or not UTF-8."""
+    """Read the text of `path`. Raises `SelfspecError` if it is missing, not a regular file, unreadable or not UTF-8."""
     check_file(path)
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -48,7 +48,7 @@ def read_text(path: Path) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """List a folder, sorted by name. Raises `SelfspecError` if it is no folder or cannot be read."""
+    """Return the paths in a folder, sorted by name. Raises `SelfspecError` if it is not a folder or cannot be read."""
     match kind(folder):
         case "missing":
             raise SelfspecError(f"{folder}: no such folder")
@@ -75,13 +75,25 @@ def check_writable(path: Path) -> None:
         raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
 
 
+def json_line(value: Any, **options: Any) -> str:
+    """Return a value as JSON in one line; separators that `str.splitlines` would split at are escaped.
+
+    `options`: further options of `json.dumps`.
+    """
+    text = json.dumps(value, ensure_ascii=False, **options)
+    return text.translate({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically. Raises `SelfspecError` if it cannot be written."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically (a temporary file, then a rename). Raises as `write_text` does."""
+    """Write `data` to `path` atomically (a temporary file, then a rename).
+
+    Raises `SelfspecError` if it cannot be written.
+    """
     path = path.resolve()  # write through a symbolic link instead of replacing it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
@@ -103,7 +115,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for reproducible data: `SELFSPEC_CACHE`, else `selfspec` in the user's cache folder."""
+    """Return the cache folder: `SELFSPEC_CACHE` of the environment, else `selfspec` in the user's cache folder."""
     if folder := os.environ.get("SELFSPEC_CACHE"):
         return Path(folder)
     try:
@@ -113,13 +125,13 @@ def cache_folder() -> Path:
 
 
 def cached_file(folder: str, what: object) -> Path:
-    """Return the cache's JSON file in subfolder `folder` for the key `what`, which must be JSON-serialisable."""
+    """Return the path of the JSON file that caches data for the JSON-serialisable key `what`, in subfolder `folder`."""
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / folder / f"{digest}.json"
 
 
 def read_cached(path: Path) -> Any:
-    """Read a cached JSON file; None if it is missing or unreadable."""
+    """Return the data of a cached JSON file; None if the file is missing or unreadable."""
     try:
         return json.loads(read_text(path)) if kind(path) == "file" else None
     except (SelfspecError, ValueError):

@@ -6,7 +6,11 @@ PATIENCE = 5.0  # timeout of the request to the hub, in seconds
 
 
 def unreachable() -> str | None:
-    """Return why the hub is unreachable, or None if it answers. Libraries would retry for half a minute and more."""
+    """Return why the hub is unreachable, or None if it answers.
+
+    The request waits `PATIENCE` seconds at most; the libraries that download from the hub retry for half a minute or
+    more.
+    """
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

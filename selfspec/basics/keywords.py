@@ -10,7 +10,8 @@ from typing import Annotated, Any, get_args, get_origin
 def show_signature(function: Any, options: Callable[..., Any], *first: inspect.Parameter, returns: Any) -> None:
     """Set the signature that `help` and editors show for `function`: the parameters `first`, then those of `options`.
 
-    An argument annotated for the command line is shown with its type alone.
+    A parameter annotated with `Annotated[type, Option(...)]` is shown with its bare type. `returns`: the annotation of
+    the return value.
     """
     taken = inspect.signature(options)
     plain = [p.replace(annotation=_type_alone(p.annotation)) for p in taken.parameters.values()]

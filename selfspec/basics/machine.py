@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_LARGEST = 10**9  # bytes, more than any CPU cache
+_LARGEST = 10**9  # maximum bytes to read; more than any CPU cache holds
 
 
 def synchronise(device: torch.device) -> None:
@@ -25,7 +25,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def machine(device: torch.device) -> str:
-    """Return the name of the GPU, or of the CPU with its number of cores."""
+    """Return the name of the GPU, or the name of the CPU with its number of logical cores, if the system lists them."""
     if device.type == "cuda":
         import torch
 
@@ -39,7 +39,8 @@ def machine(device: torch.device) -> str:
 def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> float:
     """Measure the read bandwidth in bytes per second over `size` bytes, at most a gigabyte.
 
-    Returns the best of a matrix-vector product, a sum and a maximum over float32 values, with torch's threads.
+    Returns the highest bandwidth of a matrix-vector product, a sum and a maximum over float32 values, each run
+    `repeats` times with torch's number of threads.
     """
     import torch
 
@@ -63,7 +64,7 @@ def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> floa
 
 
 def process_peak() -> int | None:
-    """Return this process's peak memory in bytes; None if the system does not report it."""
+    """Return this process's peak resident memory in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -74,7 +75,7 @@ def process_peak() -> int | None:
 
 @contextmanager
 def peak_growth(device: torch.device) -> Iterator[list[int]]:
-    """Yield a list, to which the peak growth of torch's GPU memory in bytes is appended on exit; stays empty on CPU."""
+    """Yield a list; on exit, append the peak growth of torch's GPU memory in bytes to it. On a CPU it stays empty."""
     growth: list[int] = []
     if device.type != "cuda":
         yield growth

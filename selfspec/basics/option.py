@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """Command-line option of a field, as in `Annotated[int, Option(help="Trials.", min=1)]`.
+    """Command-line option for a dataclass field, as in `Annotated[int, Option(help="Trials.", min=1)]`.
 
     `flags`: the option's names, if they differ from the field's. `metavar`: the value's name in the help. `min` and
     `max`: inclusive bounds. `panel`: the option's group heading in the help.

@@ -18,17 +18,19 @@ def model_folder() -> Path:
 
 
 def prompts(part: Part) -> list[str]:
-    """Return excerpts of Python's standard library: from files that the model was trained on, or from held-out files.
+    """Return excerpts of Python's standard library as prompts.
 
-    The order was shuffled once, so the first n are a random sample.
+    `calibration`: excerpts of files that the model was trained on; `heldout`: excerpts of held-out files. The order was
+    shuffled once, so the first n are a random sample.
     """
     return [row["prompt"] for row in _rows(part)]
 
 
 def chat_prompts(part: Part) -> list[tuple[str, str]]:
-    """Return everyday requests to an assistant, each with its task, such as `translation`; the parts are disjoint.
+    """Return everyday requests to an assistant, each as (request, task), with a task such as `translation`.
 
-    The order was shuffled once, so the first n are a random sample.
+    No request is both in `calibration` and in `heldout`. The order was shuffled once, so the first n are a random
+    sample.
     """
     return [(row["prompt"], row["task"]) for row in _rows(f"chat-{part}")]
 

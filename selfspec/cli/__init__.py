@@ -14,7 +14,7 @@ def main() -> None:
     from selfspec.cli.app import app
 
     if sys.stdout is None:
-        _fail("standard output is closed; give it a file, or /dev/null")
+        _fail("standard output is closed; expected an open one, such as a file or /dev/null")
     try:
         code = app(standalone_mode=False)
     except SelfspecError as error:

@@ -58,7 +58,7 @@ def search(command: SearchCommand) -> int:
 @app.command()
 @flatten_options
 def train(command: TrainCommand) -> int:
-    """Train a draft head, adapter or draft model on the model's own texts; the model's output stays the same."""
+    """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
     from selfspec.cli.train import run
 
     return run(command)
@@ -67,7 +67,7 @@ def train(command: TrainCommand) -> int:
 @app.command()
 @flatten_options
 def convert(command: ConvertCommand) -> None:
-    """Convert a published head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
+    """Convert a published draft head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
     from selfspec.cli.convert import run
 
     run(command)
@@ -112,7 +112,7 @@ def audit(command: AuditCommand) -> int:
 @app.command()
 @flatten_options
 def bench(command: BenchCommand) -> int:
-    """Measure all methods on the same prompts, interleaved: plain, layer skip, and transformers' own."""
+    """Measure methods on the same prompts, interleaved: plain decoding, layer skipping, and those of transformers."""
     from selfspec.cli.bench_command import run
 
     return run(command)

@@ -93,4 +93,4 @@ def _words(llm: LLM, difference: Difference) -> str:
     """Describe a difference in words, with the texts of the tokens."""
     ids = (difference.plain, difference.other)
     mine, theirs = ("nothing" if i is None else repr(printable(llm.tokenizer.decode([i]))) for i in ids)
-    return f"{difference}: {mine} when decoded plainly, {theirs} when drafted"
+    return f"{difference}: {mine} in plain decoding, {theirs} with drafts"

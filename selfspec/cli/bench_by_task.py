@@ -1,4 +1,4 @@
-"""Tables of `selfspec bench` by task, with Spec-Bench's figures and our own, and the line on identical texts."""
+"""Tables of `selfspec bench` by task, with Spec-Bench's figures and selfspec's, and the line on identical texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-MIN_PROMPTS_PER_TASK = 2  # mean prompts per task below which no figures by task are shown
+MIN_PROMPTS_PER_TASK = 2  # figures by task need at least this mean number of prompts per task
 MAX_NAME_WIDTH = 23  # columns of a task's name, so that a table fits 80 columns
 
 
@@ -18,23 +18,23 @@ def by_task_tables(result: Mapping[str, Any]) -> list[Table]:
 
 
 def by_task_notes(result: Mapping[str, Any]) -> list[str]:
-    """Return notes that explain the columns; empty without tables."""
+    """Return lines that explain the columns of the tables; empty if there are no tables."""
     if not by_task_tables(result):
         return []
     return [
         "tok/s (mean over prompts), tok/pass and / plain (of tok/s): as in Spec-Bench",
-        "median: of the prompts' own ratios to plain, with a 95% bootstrap interval",
+        "median: over prompts, of the speed over plain decoding's, with a 95% bootstrap interval",
     ]
 
 
 def texts_line(result: Mapping[str, Any]) -> list[str]:
-    """Return a line on which methods produced plain decoding's texts; empty for sampled texts."""
+    """Return one line on how many texts of each method equal plain decoding's; empty for sampled texts."""
     by_method = [
         f"{name} {_format_verdicts(m['same_text'])}"
         for name, m in result["methods"].items()
         if m["same_text"] is not None
     ]
-    return [f"texts the same as plain's, by token ids: {'; '.join(by_method)}"] if by_method else []
+    return [f"texts identical to plain decoding's, by token ids: {'; '.join(by_method)}"] if by_method else []
 
 
 def _has_task_figures(method: Mapping[str, Any]) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from selfspec.measure.model_copies import ModelCopies
     from selfspec.types.costs import CostModel
 
-PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # of a model as it is, and widened
+PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # defaults for a model as loaded, and for a widened model
 
 
 def run(options: BenchCommand) -> int:
@@ -111,7 +111,11 @@ def run_benchmark(
     out: Path | None = None,
     oracle: Oracle | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Measure each temperature and write `out` after each; return the results and whether they were interrupted."""
+    """Run the benchmark at each temperature; return its results and whether it was interrupted.
+
+    `metadata`: fields added to the results. `out`: JSON file of the results, written after each temperature. `oracle`:
+    computes the upper bound on the speedup, as in `Benchmark`. An interrupt before the first results is raised.
+    """
     from selfspec.measure.bench import Benchmark
 
     with _Progress(stderr(), len(temperatures)) as shown:
@@ -156,7 +160,7 @@ def _oracle(llm: LLM, task: BenchTask, costs: CostModel, temperature: float) -> 
 
 
 class _Progress:
-    """Progress display: the current stage, the estimated time, and a bar of the runs."""
+    """Progress display: the current stage, the estimated time, and a progress bar of the runs."""
 
     def __init__(self, console: Console, temperatures: int) -> None:
         self._console, self._temperatures = console, temperatures
@@ -259,9 +263,9 @@ def method_table(title: str | None, *columns: str) -> Table:
 
 
 def _notes(bench: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    lines = ["memory: weights, and keys and values for the longest text; on a GPU also what torch took beside them"]
+    lines = ["memory: weights, and the KV cache for the longest text; on a GPU also torch's further peak memory"]
     if result["process_peak_bytes"] is not None:
-        lines[0] += f"; this process, all methods together, held {size(result['process_peak_bytes'])} at most"
+        lines[0] += f"; peak of this process, all methods together: {size(result['process_peak_bytes'])}"
     if result["plain_of_roofline"] is not None:
         lines.append(
             f"roofline of plain decoding: {size(bench['bytes_read'])} at {result['read_bandwidth'] / 1e9:.1f} GB/s are "
@@ -272,21 +276,21 @@ def _notes(bench: dict[str, Any], result: dict[str, Any]) -> list[str]:
         places = " ".join(f"{share:.0%}" for share in result["methods"]["skip"]["acceptance_by_position"])
         v = " ".join(f"v({w}) {value:.2f}" for w, value in skip["v"].items())
         accepted = result["methods"]["skip"]["accepted_per_round"]
-        lines.append(f"skip: {accepted:.2f} drafted tokens accepted a pass; by place: {places}")
+        lines.append(f"skip: {accepted:.2f} drafted tokens accepted a pass; by position: {places}")
         lines.append(
-            f"of a plain step: draft step c {skip['c']:.2f}; verification {v}; beside them {skip['round']:.2f}"
+            f"in plain steps: draft step c {skip['c']:.2f}; verification {v}; overhead of a round {skip['round']:.2f}"
         )
         by = " by rule token" if result["temperature"] else ""
         bound = f"; oracle bound{by} {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
         lines.append(
-            f"speedup over plain by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
+            f"predicted speedup over plain: by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
             f"{skip['costs_of_its_rounds']:.2f}{bound}"
         )
     return [*lines, *texts_line(result)]
 
 
 def ratio(r: Mapping[str, float]) -> str:
-    """Format a median and the ends of its interval."""
+    """Format a median and the ends of its confidence interval."""
     return f"{r['median']:.2f} {r['low']:.2f}-{r['high']:.2f}"
 
 

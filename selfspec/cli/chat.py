@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import kind, write_text
+from selfspec.basics.files import json_line, kind, write_text
 from selfspec.cli.color import legend, write
 from selfspec.cli.common import quiet, speed_line, stats_line, stderr
 from selfspec.cli.decoding_options import decoding
@@ -74,7 +73,7 @@ class _ChatSession:
     ended: bool = False
 
     def run(self) -> int:
-        """Process lines until the input ends or `/exit`; return the exit code."""
+        """Process lines until the input ends or the user types `/exit`; return the exit code."""
         if self.interactive:
             _say(f"{self.llm.name}: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat", style="dim")
         refused = False
@@ -98,8 +97,8 @@ class _ChatSession:
             name, _, rest = line.partition(" ")
             if name not in COMMANDS:
                 raise SelfspecError(
-                    f"there is no command {name}; known: {', '.join(COMMANDS)}; a message that begins with a slash "
-                    "wants a space before it"
+                    f"there is no command {name}; known: {', '.join(COMMANDS)}; put a space before a message "
+                    "that begins with a slash"
                 )
             COMMANDS[name].handler(self, rest.strip())
         elif text := line.strip():
@@ -121,23 +120,22 @@ class _ChatSession:
             if answer.tokens:
                 self.generations.append(answer)
         if self.conversation.answers == before:
-            _say("interrupted before it began: the message is not kept", style="dim")
+            _say("interrupted before the answer began: the message is not kept", style="dim")
             return
         ended = self._cut_reason(answer, planned) if not interrupted else "interrupted"
         _say(", ".join(part for part in (speed_line(answer.stats), ended) if part), style="dim")
 
     def _cut_reason(self, answer: Generation, planned: Plan) -> str:
-        """Return why an answer was cut; empty if the model ended it."""
-        if len(answer.tokens) < planned.max_new_tokens or answer.tokens[-1] in planned.ends:
+        """Return why an answer was cut; empty if it ended before its token limit or with an end token."""
+        if len(answer.tokens) < planned.max_new_tokens or answer.tokens[-1] in planned.final_tokens:
             return ""
-        full = answer.stats.prompt + planned.max_new_tokens == self.llm.runtime.skeleton.context
-        return "cut: the context is full, /reset begins anew" if full else "cut: a larger --max-new-tokens allows more"
+        full = planned.max_new_tokens == self.llm.max_new(answer.stats.prompt)
+        return "cut: the context is full, /reset clears it" if full else "cut: a larger --max-new-tokens allows more"
 
     def _fitted_options(self, prompt: Prompt) -> Options:
-        """Return the options for an answer, with new tokens limited to the free context and the answer's own seed.
+        """Return the options for an answer, with its seed, and with new tokens limited to the free context.
 
-        The seed is the given one plus the number of earlier answers, so the first answer has the seed of
-        `generate --chat`.
+        The seed is `--seed` plus the number of earlier answers, so the first answer is that of `generate --chat`.
         """
         how = self.how
         if how.seed is not None:
@@ -145,7 +143,7 @@ class _ChatSession:
         try:
             return self.llm.fit_options(prompt, how)
         except SelfspecError as error:
-            raise SelfspecError(f"{error}; nothing is lost: /save keeps the conversation, /reset begins anew") from None
+            raise SelfspecError(f"{error}; the conversation is kept: /save writes it, /reset clears it") from None
 
     def reset(self, rest: str) -> None:
         """Run `/reset`: begin a new conversation."""
@@ -158,14 +156,14 @@ class _ChatSession:
         """Run `/stats`: show statistics of the answers so far."""
         _no_more("/stats", rest)
         if not self.generations:
-            _say("nothing has been said yet")
+            _say("no answers yet")
             return
         last = self.generations[-1].stats
         total = Stats.total(generation.stats for generation in self.generations)
         read = last.prompt - last.num_cached
         _say(f"{len(self.generations)} {'answer' if len(self.generations) == 1 else 'answers'}: {stats_line(total)}")
         _say(
-            f"the last answer read {read} of its prompt's {last.prompt} tokens, the cache held the others; "
+            f"the last answer prefilled {read} of its prompt's {last.prompt} tokens, the KV cache held the others; "
             f"{last.prompt + last.tokens} of {self.llm.runtime.skeleton.context} positions are taken"
         )
         if self.color:
@@ -181,16 +179,16 @@ class _ChatSession:
         if not rest:
             raise SelfspecError("/save: expected a file, such as /save chat.jsonl")
         if not self.conversation.answers:
-            raise SelfspecError("/save: nothing has been said yet")
+            raise SelfspecError("/save: there are no answers yet; expected a message first")
         try:
             path = Path(rest).expanduser().absolute()
         except RuntimeError as error:  # unknown home directory
             raise SelfspecError(f"/save {rest}: {error}") from None
         if kind(path) != "missing" and path not in self.saved:
-            raise SelfspecError(f"{rest} is there already; expected another name, as nothing is written over")
+            raise SelfspecError(f"/save {rest}: the path exists; expected a new one, as files are not overwritten")
         messages = self.conversation.messages
         try:
-            write_text(path, "".join(f"{json.dumps(message, ensure_ascii=False)}\n" for message in messages))
+            write_text(path, "".join(f"{json_line(message)}\n" for message in messages))
         except OSError as error:
             raise SelfspecError(f"{rest}: cannot be written ({error.strerror or error})") from None
         self.saved.add(path)
@@ -201,7 +199,7 @@ class _ChatSession:
         _no_more("/help", rest)
         for name, command in COMMANDS.items():
             _say(f"{f'{name} {command.argument}'.strip():12} {command.description}")
-        _say("Ctrl-C ends an answer; what was said of it stays", style="dim")
+        _say("Ctrl-C ends an answer; its text so far stays in the conversation", style="dim")
 
     def exit(self, rest: str) -> None:
         """Run `/exit`: end the chat."""
@@ -255,7 +253,7 @@ def _pipe_lines() -> Iterator[str]:
 
 def _no_more(name: str, rest: str) -> None:
     if rest:
-        raise SelfspecError(f"{name} stands alone; got {rest} after it")
+        raise SelfspecError(f"{name}: got {rest} after it; expected nothing")
 
 
 def _say(text: str, *, style: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Terminal text coloured by the origins of its tokens."""
+"""Terminal text coloured by the origins of its tokens: accepted drafts, corrections, plain tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selfspec.types.stats import Stats
 if TYPE_CHECKING:
     from selfspec.llm.stream import Stream
 
-_WIDE = 76  # least columns for a legend that explains the origins
+_WIDE = 76  # minimum width of a console, in columns, for a legend that explains the origins
 # Control characters, mapped to visible symbols so that a terminal does not act on them; newlines and tabs stay.
 _CONTROLS = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
@@ -30,7 +30,7 @@ _CONTROLS = {
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
 
-# For terminals of 16 colours: the nearest of them to the usual colours would include white and one colour twice.
+# Colours for terminals of 16 colours: the nearest ones to the colours of `LOOKS` include white, and one colour twice.
 _BASIC = {
     Origin.ACCEPTED_DRAFT: "cyan",
     Origin.ACCEPTED_CANDIDATE: "blue",
@@ -43,8 +43,8 @@ _BASIC = {
 def write(stream: Stream, *, color: bool, fold: bool = False) -> None:
     """Write a stream's text to standard output as it arrives; with `color`, a terminal shows the tokens' origins.
 
-    With `fold`, lines are wrapped between words on a terminal. The stream is closed in any case, and text that was
-    buffered until then is written too.
+    With `fold`, lines are wrapped between words on a terminal. The stream is closed even after an error or an
+    interrupt, and text that was buffered until then is still written.
     """
     console, num_written = stdout(), 0
     wrapper = WordWrapper[Origin | None](console.width) if fold and console.is_terminal else None
@@ -76,7 +76,7 @@ def show(console: Console, origin: Origin, text: str) -> None:
 
 
 def colored(console: Console, events: Sequence[TokenEvent]) -> Text:
-    """Return the whole coloured text, for a table's cell."""
+    """Return the text of all events, coloured by their origins, for a table's cell."""
     return Text.assemble(*((event.text.translate(_CONTROLS), style(console, event.origin)) for event in events))
 
 
@@ -94,7 +94,7 @@ def style(console: Console, origin: Origin) -> Style:
 def legend(console: Console, events: Sequence[TokenEvent], stats: Stats, profile: Profile | None = None) -> None:
     """Print the number of tokens of each origin, and the acceptance of the drafts.
 
-    With the profile that drafted, also its quantised sub-layers.
+    With the `profile` that drafted, also print which of its sub-layers run quantised.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -27,6 +26,7 @@ from rich.text import Text
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import json_line
 from selfspec.cli.options import DraftingOptions
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.models.loading import check_at_hand
@@ -40,8 +40,8 @@ from selfspec.types.draft_path import MODES, SIGNS, WORDS
 from selfspec.types.identity import Identity
 from selfspec.types.stats import Finish, Stats
 
-SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # styles of a skip map's signs
-SEARCH_HINT = "no profile known to be faster: decoding plainly. Search one with: selfspec search --model {model}"
+SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
+SEARCH_HINT = "no faster profile known: using plain decoding. Search for one with: selfspec search --model {model}"
 
 
 def stderr() -> Console:
@@ -55,7 +55,10 @@ def stdout() -> Console:
 
 
 def checked_profile(name: str) -> Profile:
-    """Return a profile by file or name, with its controller checked. Raises `SelfspecError` that names the file."""
+    """Read a profile from a file or by a shipped profile's name, and check its controller.
+
+    Raises `SelfspecError`, with the name, if the profile is missing or invalid.
+    """
     profile = find_profile_file(name)
     try:
         make_controller(profile.layer_skip.controller)
@@ -65,9 +68,10 @@ def checked_profile(name: str) -> Profile:
 
 
 def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
-    """Return model name, profile (None: `auto`) and controller of a command that drafts, each checked.
+    """Return the model's name, the profile and the controller that the options select, after checking them.
 
-    Raises `SelfspecError`.
+    The profile is None for `auto`, the controller None if the profile's controller is used. Raises `SelfspecError` if
+    one of them, or the retrieval store, is missing or invalid.
     """
     profile = None if options.profile == "auto" else checked_profile(options.profile)
     name = model_for(options.model, profile)
@@ -77,7 +81,10 @@ def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, Con
 
 
 def model_for(model: str | None, profile: Profile | None) -> str:
-    """Return the named model, else the profile's, else the built-in one. Raises `SelfspecError` if unavailable."""
+    """Return the name of the model: `model`, else the profile's model, else the built-in model.
+
+    Raises `SelfspecError` if the model is not available.
+    """
     named = profile.model.name if profile is not None else None
     name = model if model is not None else named or builtin.NAME
     check_at_hand(name)
@@ -86,7 +93,7 @@ def model_for(model: str | None, profile: Profile | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A profile to draft with, and a description of its source."""
+    """A profile to draft with, and a description of where the profile comes from."""
 
     profile: Profile
     source: str
@@ -99,10 +106,11 @@ def select_drafting(
     controller: ControllerSpec | None = None,
     store: Path | None = None,
 ) -> Drafting:
-    """Return the profile to draft with: the given one, else one shipped for this model, else every second layer.
+    """Return the profile to draft with: `profile`, else a shipped one, else one that skips every second layer.
 
-    `controller` replaces the profile's; `store` adds a retrieval store. Raises `SelfspecError` for a profile of another
-    model, and for a profile that drafts nothing.
+    Only shipped profiles that were measured on this model are used. `name`: the name of `profile`, for messages.
+    `controller` replaces the profile's controller; `store` adds a retrieval store. Raises `SelfspecError` for a
+    profile of another model, and for a profile that drafts nothing.
     """
     from selfspec.profile.choosing import check_profile, shipped_for
 
@@ -113,20 +121,20 @@ def select_drafting(
     if profile is None:
         half = list(range(1, identity.layers, 2))
         profile = Profile(model=identity, draft=LayerSkipSpec(skip=Skip(attention=half, mlp=half)))
-        source = "every second layer, as there is no profile"
+        source = "every second layer skipped, as there is no profile"
     elif not profile.drafts:
-        raise SelfspecError(f"profile {name} drafts nothing; expected another")
+        raise SelfspecError(f"profile {name} drafts nothing; expected a profile that drafts")
     else:
         source = f"profile {name}, {profile.draft.summary}"
     if controller is not None:
         profile = profile.with_controller(controller)
     if store is not None:
-        profile, source = profile.with_proposers(store=store), f"{source}, and what {store} holds"
+        profile, source = profile.with_proposers(store=store), f"{source}, and retrieval store {store}"
     return Drafting(profile, source)
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """Return a progress bar: description, bar, counts, `columns`, time left; disabled unless on a terminal."""
+    """Return a progress bar: description, bar, counts, `columns`, time left. It is disabled outside terminals."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -152,7 +160,7 @@ class _Counts(MofNCompleteColumn):
 
 
 def printable(text: str) -> str:
-    """Replace every character that a terminal would act on or cannot show."""
+    """Replace every character that a terminal would act on or cannot show by U+FFFD."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
@@ -160,9 +168,9 @@ _FINISH: dict[Finish | None, str] = {
     None: "",
     "end": "; the model ended the text",
     "stop": "; ended at a stop string",
-    "guide": "; ended as the guide has it",
+    "guide": "; ended as the guide was complete",
     "length": "; cut at the token limit",
-    "time": "; cut as time was up",
+    "time": "; cut at the time limit",
 }
 
 
@@ -177,14 +185,14 @@ def stats_line(stats: Stats) -> str:
 
 
 def speed_line(stats: Stats) -> str:
-    """Format the speed of a generation briefly."""
+    """Format the tokens per second and tokens of a generation and, if tokens were drafted, tokens per pass."""
     a_pass = f", {stats.tokens_per_round:.1f} a pass" if stats.drafted else ""
     return f"{stats.tokens_per_second:.1f} tokens/s, {stats.tokens} tokens{a_pass}"
 
 
 def print_json(data: dict[str, Any]) -> None:
     """Print one JSON object on standard output."""
-    sys.stdout.write(json.dumps(data, ensure_ascii=False) + "\n")
+    sys.stdout.write(json_line(data) + "\n")
 
 
 def quiet() -> None:
@@ -213,10 +221,13 @@ def set_threads(threads: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """Rows with one mark per layer, under a ruler, split into blocks that fit the console's width."""
+    """Rich renderable: named rows with one character per layer, under a ruler of layer numbers.
 
-    rows: Mapping[str, str]  # marks by the row's name; all of the same length
-    styles: Mapping[str, str]  # by mark
+    Rows longer than the console's width are split into blocks.
+    """
+
+    rows: Mapping[str, str]  # by row name, one character per layer; all rows have the same length
+    styles: Mapping[str, str]  # rich style of each character
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         layers = max(map(len, self.rows.values()))
@@ -250,14 +261,18 @@ class LayerMap:
 
 
 def skip_map(profile: Profile) -> Group:
-    """Return the skip map, a ruler of layers above rows of attention and MLP with a sign per mode, and its legend."""
+    """Return a profile's skip map and legend: rows of attention and MLP with one character of `SIGNS` per layer."""
     attention, mlp = profile.path.rows(profile.model.layers)
     marks = LayerMap({"attention": attention, "mlp": mlp}, SIGN_STYLES)
     return Group(marks, Text("\n".join(map_legend(profile)), style="dim"))
 
 
 def map_legend(profile: Profile) -> list[str]:
-    """Return the lines on sub-layers per mode with its sign, the head's mode, and the bits that a draft step reads."""
+    """Return the lines of a skip map's legend.
+
+    The first line has the number of sub-layers in each mode; the second, if needed, has the mode of the model's output
+    head and the bits per weight that a draft step reads.
+    """
     path, layers = profile.path, profile.model.layers
     counts = Counter(path.modes(layers))
     if path.low_precision:

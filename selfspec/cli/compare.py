@@ -82,9 +82,10 @@ def run(options: CompareCommand) -> int:
 
 
 def _profile(identity: Identity, named_profile: Profile | None, name: str) -> tuple[Profile, str]:
-    """Return the profile of method `skip` and its source; a profile that drafts nothing if none is found.
+    """Return the profile of method `skip`, and a description of its source.
 
-    Raises `SelfspecError` for a profile of another model.
+    The profile is `named_profile`, else for the name `auto` a shipped profile of the model, else one that drafts
+    nothing. Raises `SelfspecError` for a profile of another model.
     """
     from selfspec.profile.choosing import check_profile, shipped_for
 
@@ -98,7 +99,11 @@ def _profile(identity: Identity, named_profile: Profile | None, name: str) -> tu
 
 
 def _named(options: CompareCommand, *, may_draft: bool) -> list[str] | None:
-    """Return the named methods, with plain decoding; None for all that apply. Raises `SelfspecError`."""
+    """Return the methods that the options name, always with `plain`; None, for all that apply, if they name none.
+
+    `may_draft`: whether there may be a profile that drafts. Raises `SelfspecError` for an unknown method, and without
+    such a profile for a method that needs it.
+    """
     model = [] if options.draft_model is None else [f"{DRAFT_MODEL}{options.draft_model}"]
     named = [part.strip() for part in (options.methods or "plain").split(",")]
     named = [*named, *model] if "plain" in named else ["plain", *named, *model]
@@ -114,14 +119,17 @@ def _check_without_profile(methods: Sequence[str]) -> None:
     for name in methods:
         if name in ("skip", "path", "guarded"):
             raise SelfspecError(
-                f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search"
+                f"method '{name}' needs a profile that drafts; name it with --profile, or run selfspec search"
             )
 
 
 def _task(
     options: CompareCommand, subjects: ModelCopies, profile: Profile, methods: list[str]
 ) -> tuple[BenchTask, dict[str, Any]]:
-    """Return the benchmark's task, its prompts alternating between tasks, and the fields that describe the prompts."""
+    """Return what the benchmark is to run, and the fields of its results that describe the prompts.
+
+    The prompts are ordered so that they alternate between their tasks, such as `translation`.
+    """
     from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import by_turns
 
@@ -150,7 +158,7 @@ def _task(
 
 
 def _prepared(llm: LLM, task: BenchTask) -> dict[str, float]:
-    """Return the minutes of search and training by method, if known."""
+    """Return the minutes that search and training of each method's profile took, by method, where known."""
     from selfspec.measure.comparing import preparation, profile_of
 
     own = [name for name in task.methods if name in ("skip", "path", "guarded") or is_profile(name)]
@@ -203,22 +211,22 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
 
     lines = [
         "/ plain: median over prompts of the speed over plain decoding's, and its 95% interval",
-        "draft: what drafting a token takes, in steps of plain decoding; memory: beside plain decoding's; minutes: of "
-        "search and training, where known",
+        "draft: cost of drafting a token, in steps of plain decoding; memory: in addition to plain decoding's; "
+        "minutes: search and training, where known",
     ]
     dropped = [
         f"{name} ({m['dropped_after']})" for name, m in result["methods"].items() if m["dropped_after"] is not None
     ]
     if dropped:
-        lines.append(f"slower than plain decoding, and dropped after so many prompts: {', '.join(dropped)}")
+        lines.append(f"slower than plain decoding, dropped after this number of prompts: {', '.join(dropped)}")
     for row in fastest_by_task(result):
         speedups = [f"{name} {speedup:.2f}" for name, speedup in list(row["speedups"].items())[:3]]
         lines.append(f"{row['task']} ({row['prompts']}): {', '.join(speedups)}")
     verdicts = [m["same_text"] for m in result["methods"].values() if m["same_text"] is not None]
     if not verdicts:
-        return [*lines, "output: sampled; each of ours has plain decoding's distribution"]
+        return [*lines, "output: sampled; the methods of selfspec have plain decoding's distribution"]
     if all(counts["same"] == sum(counts.values()) for counts in verdicts):
-        return [*lines, "output: the same tokens as plain decoding's, of every method on every prompt"]
+        return [*lines, "output: every method gave the same tokens as plain decoding on every prompt"]
     return [*lines, *texts_line(result)]
 
 
@@ -232,12 +240,12 @@ def _recommend(best: Recommendation, options: CompareCommand, model: str, consol
     if best.method == "plain":
         console.print("recommended: plain decoding, as nothing was faster", soft_wrap=True, markup=False)
         return
-    rivals = f"; within its intervals: {', '.join(best.rivals)}" if best.rivals else ""
+    rivals = f"; methods with overlapping intervals: {', '.join(best.rivals)}" if best.rivals else ""
     console.print(
-        f"recommended: {best.method}; times plain decoding's speed: {speedups}{rivals}", soft_wrap=True, markup=False
+        f"recommended: {best.method}; speedup over plain decoding: {speedups}{rivals}", soft_wrap=True, markup=False
     )
     if not best.faster:
-        console.print("it is not faster at every temperature; generate's guard bounds what it costs", soft_wrap=True)
+        console.print("it is not faster at every temperature; the guard bounds the loss", soft_wrap=True)
     console.print(f"selfspec generate --model {model} {_use(best.method, options)}", soft_wrap=True, markup=False)
 
 

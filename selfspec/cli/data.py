@@ -1,5 +1,9 @@
-"""Options that select a command's prompts, and their reading. `flat` evaluates the annotations as values."""
+"""Options that select a command's prompts, and reading of the prompts.
 
+`flatten_options` evaluates the annotations, so they are not postponed.
+"""
+
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +30,7 @@ def unescape_newlines(template: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Options that select prompts; `source` None selects the built-in ones."""
+    """Options that select prompts; `source` None selects the built-in prompts."""
 
     source: Annotated[str | None, typer.Option("--data", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = None
     column: Annotated[
@@ -49,24 +53,38 @@ class DataOptions:
         ),
     ] = False
 
-    def read(self, *, held_out: bool = False) -> "Prompts | None":
-        r"""Read the prompts; None for the built-in ones. `held_out`: the split that searches do not draw from.
+    def read(self, *, held_out: bool = False, every: bool = False) -> "Prompts | None":
+        r"""Read the prompts that the options name; return None for the built-in prompts.
 
-        Each typed `\n` in the template becomes a newline. Raises `SelfspecError`.
+        `held_out`: read the split of a hub data set that searches do not draw from. Each typed `\n` in the template
+        becomes a newline. `every`: use every row, as in `read_prompts`; otherwise print which rows are not used. Raises
+        `SelfspecError`.
         """
+        from selfspec.text.datasets_prompts import ROWS
         from selfspec.text.prompt_files import read_prompts
 
         if self.source is None:
             if self.column is not None or self.template is not None:
-                raise SelfspecError("--column and --template are of data of your own; say which, or leave them out")
+                raise SelfspecError(
+                    "--column and --template: given without --data or --prompts; expected a file or data set, too"
+                )
             return None
-        return read_prompts(
-            self.source, column=self.column, template=unescape_newlines(self.template), held_out=held_out
+        prompts = read_prompts(
+            self.source,
+            column=self.column,
+            template=unescape_newlines(self.template),
+            held_out=held_out,
+            chat=self.chat,
+            every=every,
+            limit=None if every else ROWS,
         )
+        if prompts.note is not None:
+            warnings.warn(prompts.note, stacklevel=2)
+        return prompts
 
     @property
     def preset(self) -> bool:
-        """Whether the prompts are a data set of the hub, which is too large to use whole."""
+        """Whether the prompts are a data set of the hub, which is too large to decode all of it."""
         from selfspec.text.datasets_prompts import PRESETS
 
         return self.source in PRESETS
@@ -83,12 +101,12 @@ class DataOptions:
             data = spec_bench_file(self.source)
         read = text_files(data) if kind(data) == "folder" else [data]
         if place.resolve() in {file.resolve() for file in read}:
-            raise SelfspecError(f"{option} would write over the data file; expected another place")
+            raise SelfspecError(f"{option} would write over the data file; expected another path")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainDataOptions(DataOptions):
-    """Options that select prompts for training texts; with `source` None the model generates the texts freely."""
+    """Options that select prompts for training texts; with `source` None the model generates texts without prompts."""
 
     source: Annotated[
         str | None,
@@ -118,7 +136,11 @@ class ManyPrompts(DataOptions):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompts:
-    """Prompts: `texts` as read, and `prompts` encoded for the model. `chat`: the texts are a user's messages."""
+    """Prompts: `texts` as read, and `prompts` encoded for the model.
+
+    `source`: a description for messages. `tasks`: the task of each text; empty if unknown. `chat`: whether each text
+    became a user's message.
+    """
 
     source: str
     texts: tuple[str, ...]
@@ -128,13 +150,13 @@ class EncodedPrompts:
 
     @property
     def summary(self) -> str:
-        """Description of the prompts' source."""
+        """Description of the prompts' source, and whether they are chat messages."""
         return f"{self.source}{', as chat messages' * self.chat}"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions(DataOptions):
-    """Options that select prompts to decode; `source` None selects the built-in held-out ones."""
+    """Options that select prompts to decode; `source` None selects the built-in held-out prompts."""
 
     source: Annotated[str | None, typer.Option("--prompts", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = (
         None
@@ -143,11 +165,14 @@ class PromptOptions(DataOptions):
     def encode_prompts(
         self, llm: "LLM", raw_prompts: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False
     ) -> EncodedPrompts:
-        """Return at most `limit` of `raw_prompts` (None: the built-in ones), cut to leave room for new tokens.
+        """Return at most `limit` of `raw_prompts` (None: the built-in prompts), encoded for the model.
 
-        The first prompts, or the `last`, balanced over tasks. Raises `SelfspecError`.
+        Takes the first prompts, or with `last` the last prompts; if tasks are known, balanced over tasks. Prompts are
+        cut, with a warning, to leave room for `max_new_tokens`. Raises `SelfspecError` if a prompt cannot be encoded or
+        if no room is left for it.
         """
         from selfspec.llm.prompt_encoding import encode, fit_prompt, takes_messages, warn_if_cut
+        from selfspec.text.prompt import shown
         from selfspec.text.prompt_files import prompts_for
 
         all_prompts = prompts_for(raw_prompts, "heldout", chat=self.chat, takes_messages=takes_messages(llm))
@@ -156,4 +181,4 @@ class PromptOptions(DataOptions):
         prompts = tuple(fit_prompt(llm, text, max_new_tokens, chat=chat, framed=framed) for text in selected.texts)
         lengths = (len(encode(llm, text, chat=chat)) for text in selected.texts)
         warn_if_cut(lengths, llm.runtime.skeleton.context - max_new_tokens)
-        return EncodedPrompts(selected.source, tuple(selected.texts), prompts, selected.tasks, chat)
+        return EncodedPrompts(selected.source, tuple(map(shown, selected.texts)), prompts, selected.tasks, chat)

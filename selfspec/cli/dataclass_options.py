@@ -26,11 +26,12 @@ _PARSED_TYPES = (
 
 
 def flatten_options(command: Callable[[CommandT], int | None]) -> Callable[..., None]:
-    """Return `command` in typer's form: with one option per field of the dataclass that it takes.
+    """Return a function for typer that calls `command`, with an option for each field of the dataclass it takes.
 
     A field is an option (or an argument) if its annotation says so, as in `Annotated[int, Option(help=...)]`; a field
-    that is a dataclass contributes its own fields; other fields are not on the command line. The dataclass must not
-    postpone its annotations. Omitted options keep their fields' defaults. `command` returns the exit code.
+    that is a dataclass contributes its own fields; other fields are not on the command line. The module of
+    the dataclass must not have `from __future__ import annotations`. Omitted options keep their fields' defaults.
+    `command` returns the exit code; None counts as 0.
     """
     kind = next(iter(get_type_hints(command).values()))
 
@@ -89,7 +90,10 @@ def _typer_option(option: Option) -> ParameterInfo:
 
 
 def _parsed_type(kind: Any) -> Any:
-    """Return the type that typer parses for a field's type, None aside; `str` for types that typer cannot parse."""
+    """Return the type that typer parses for a field's type `kind`, in which None is ignored.
+
+    Returns `str` for types that typer cannot parse.
+    """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     non_none = [part for part in kinds if part is not NoneType]
     return non_none[0] if len(non_none) == 1 and non_none[0] in _PARSED_TYPES else str

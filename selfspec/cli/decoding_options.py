@@ -1,4 +1,4 @@
-"""The common part of `generate` and `chat`: options, checked before anything is loaded, and loading of the model."""
+"""Options of `generate` and `chat`: checks before anything is loaded, and loading of the model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
     from selfspec.speculation.drafter import Drafter
     from selfspec.types.controller import ControllerSpec
 
-OWN_CONFIG = "model"  # value of --generation-config that selects the checkpoint's own
+OWN_CONFIG = "model"  # value of --generation-config that selects the checkpoint's configuration
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingRequest:
-    """Decoding options as given, checked as far as possible without the model."""
+    """Decoding options, checked as far as possible without the model.
+
+    `options`: as given. `model`: the model's name. `profile`: a profile, `auto` or `none`. `controller`: None for the
+    profile's controller. `schema`: the text of the JSON schema for guided generation, if one is given.
+    """
 
     options: DecodingOptions
     model: str
@@ -42,7 +46,7 @@ class DecodingRequest:
     schema: str | None
 
     def check(self) -> Options:
-        """Return the decoding options that need no model. Raises `SelfspecError` for options that no model takes."""
+        """Return the options that need no model. Raises `SelfspecError` for options that no model supports."""
         options = self.options
         set_threads(options.device_options.threads)
 
@@ -66,7 +70,10 @@ class DecodingRequest:
         return how
 
     def check_chat(self, *, chat: bool, system: str | None) -> None:
-        """Raise `SelfspecError` for a model without chat template, and for an unsupported system message."""
+        """Raise `SelfspecError` for a system message that is invalid or that the chat template does not accept.
+
+        `chat`: also for a model without chat template.
+        """
         from selfspec.llm.messages import message
         from selfspec.llm.prompt_encoding import check_chat
 
@@ -92,7 +99,10 @@ class DecodingRequest:
         )
 
     def run_as_worker(self) -> None:
-        """Work for the first tensor-parallel process until it ends, without returning; in that process, do nothing."""
+        """In a tensor-parallel process other than the first, compute for the first process and do not return.
+
+        In the first process, and without tensor parallelism, do nothing.
+        """
         if self.options.device_options.is_worker:
             set_threads(self.options.device_options.threads)
             self.load()
@@ -105,7 +115,7 @@ class DecodingRequest:
         return load(self.model, profile="none", device=where.placement, dtype=where.dtype, layout=layout)
 
     def complete(self, llm: LLM, how: Options) -> Options:
-        """Return `how` with the options that need the model: its own generation configuration, and the guide."""
+        """Return `how` with the options that need the model, if given: its generation configuration, and the guide."""
         if self.options.generation_config == OWN_CONFIG:
             how = replace(how, config=llm.model.generation_config)
         if self._guided:
@@ -122,7 +132,7 @@ class DecodingRequest:
             _say(SEARCH_HINT.format(model=self.model))
 
     def drafter(self, llm: LLM) -> Drafter:
-        """Return the profile's drafter, with the given controller if there is one."""
+        """Return the profile's drafter, with the controller of `--controller` if that is given."""
         if self.controller is None:
             return llm.drafter
         if llm.profile is None or not llm.profile.drafts:
@@ -136,7 +146,7 @@ class DecodingRequest:
 
 
 def decoding(options: DecodingOptions) -> DecodingRequest:
-    """Return a request, its options checked as far as possible without heavy imports. Raises `SelfspecError`."""
+    """Return the request for `options`, checked as far as possible without heavy imports. Raises `SelfspecError`."""
     profile: str | Profile = options.profile
     if options.profile not in ("auto", "none"):
         profile = checked_profile(options.profile)
@@ -153,10 +163,8 @@ def decoding(options: DecodingOptions) -> DecodingRequest:
 
 def _check_stops(stops: Sequence[str]) -> None:
     for stop in stops:
-        if not stop or not is_unicode(stop):
-            raise SelfspecError(
-                f"--stop: the text is {'no valid Unicode' if stop else 'empty'}; expected at least one character"
-            )
+        if not is_unicode(stop):
+            raise SelfspecError("--stop: the text is not valid Unicode; expected UTF-8")
 
 
 def _setting(text: str) -> tuple[str, Any]:

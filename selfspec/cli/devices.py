@@ -1,4 +1,4 @@
-"""Options that select a command's devices. `flat` evaluates the annotations as values."""
+"""Options that select a command's devices. `flatten_options` evaluates the annotations, so they are not postponed."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _PANEL = "Device"
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """Devices: one, or several for a model larger than one device. Raises `SelfspecError` for invalid options."""
+    """Options of one device, or several for a model larger than one. Raises `SelfspecError` for invalid options."""
 
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_PANEL)] = "auto"
     dtype: Annotated[
@@ -64,7 +64,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True)
 class SharedDeviceOptions(DeviceOptions):
-    """Devices, with tensor parallelism. Raises `SelfspecError` for invalid options."""
+    """Device options, with tensor parallelism. Raises `SelfspecError` for invalid options."""
 
     tensor_parallel: Annotated[
         bool,

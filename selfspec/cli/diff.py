@@ -45,7 +45,7 @@ def run(a: str, b: str, *, as_json: bool) -> int:
 
 
 def _differences(a: Any, b: Any, where: str = "") -> Iterator[Difference]:
-    """Yield every value that differs; a record or a list that only one side has counts as one value."""
+    """Yield every value that differs, with its key `where`; a dict or list that only one side has is one value."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
             yield from _differences(a.get(key), b.get(key), f"{where}.{key}" if where else key)
@@ -71,7 +71,7 @@ def _as_json(names: dict[str, str], a: Profile, b: Profile, differences: list[Di
 
 
 def _only_in_first(a: Profile, b: Profile) -> dict[str, list[int]]:
-    """Return, for each part, the layers that `a` skips and `b` does not."""
+    """Return, for attention and for MLP, the layers that `a` skips and `b` does not."""
     mine, theirs = a.skip_set, b.skip_set
     return {
         "attention": sorted(set(mine.attention) - set(theirs.attention)),
@@ -81,7 +81,7 @@ def _only_in_first(a: Profile, b: Profile) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Sub-layers of a part whose mode is `a` in A and `b` in B."""
+    """Layers whose sub-layer `part` (attention or MLP) has mode `a` in profile A and mode `b` in profile B."""
 
     part: str
     layers: tuple[int, ...]
@@ -93,7 +93,7 @@ class _Change:
 
 
 def _changes(a: Profile, b: Profile) -> list[_Change]:
-    """Return the sub-layers whose modes differ, grouped by change, among the layers that both models have."""
+    """Return the sub-layers whose modes differ, grouped by change; layers that only one model has are left out."""
     layers_by_change: dict[tuple[str, Mode, Mode], list[int]] = {}
     for first, part in enumerate(PARTS):
         mine, theirs = (p.path.modes(p.model.layers)[first * p.model.layers :] for p in (a, b))
@@ -115,7 +115,11 @@ def _print(console: Console, names: dict[str, str], a: Profile, b: Profile, diff
 
 
 def _draw(console: Console, a: Profile, b: Profile, changes: list[_Change]) -> None:
-    """Print one joint map if neither is quantised, else A's rows above B's with the changes in words."""
+    """Print the skip maps of two profiles.
+
+    Models of different numbers of layers get a map each. If no sub-layer is quantised, the maps are joined into one;
+    else each row of A stands above the row of B, with the changes in words below.
+    """
     if a.model.layers != b.model.layers:
         console.print(skip_map(a), skip_map(b), sep="\n")
     elif not (a.path.quantized_sets or b.path.quantized_sets):
@@ -143,7 +147,7 @@ def _marks(a: Profile, b: Profile, part: str) -> str:
 
 
 def _table(a: Profile, b: Profile, differences: list[Difference]) -> Table:
-    """Return a table of the fields that differ, as `show` prints them; other fields by their key in the file."""
+    """Return a table of the fields that differ: fields of `facts` with their lines, other fields by their key."""
     table = Table("", "A", "B", box=None, padding=(0, 2, 0, 0), header_style="bold")
     if _reads(a) != _reads(b):
         table.add_row("a draft step reads", _lines(_reads(a)), _lines(_reads(b)))

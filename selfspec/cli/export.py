@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(command: ExportCommand) -> None:
-    """Validate the options before loading the model, rehearse, and write. Raises `SelfspecError`."""
+    """Validate the options before loading the model, measure acceptance on prompts, and export the profile."""
     quiet()
     profile = checked_profile(command.profile)
     name = model_for(command.model, profile)
@@ -36,7 +36,7 @@ def run(command: ExportCommand) -> None:
             llm, raw_prompts, limit=command.limit, max_new_tokens=command.max_new_tokens
         )
         prompts = [llm.encode(prompt) for prompt in encoded.prompts]
-        stage_line(console, f"rehearsing on {len(prompts)} prompts ...")
+        stage_line(console, f"measuring acceptance on {len(prompts)} prompts ...")
     done = export(
         llm,
         profile,
@@ -70,8 +70,8 @@ def _as_json(done: Exported, engine: str) -> dict[str, object]:
 
 
 def _report(done: Exported, console: Console) -> None:
-    lines = [f"saved {done.out}: {done.drafted}", f"expect {done.expected.summary}"]
-    lines += [f"lost: {limitation}" for limitation in done.limitations]
+    lines = [f"saved {done.out}: {done.drafted}", f"expected: {done.expected.summary}"]
+    lines += [f"limitation: {limitation}" for limitation in done.limitations]
     for what, command in done.written.commands:
         lines.append(f"{what}:\n{command}")
     for line in lines:

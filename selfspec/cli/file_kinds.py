@@ -16,9 +16,11 @@ FileKind = Literal["profile", "study", "bench", "training"]
 
 
 def recognise(source: str, storage: str | None) -> FileKind:
-    """Return the kind of `source`: a study if `storage` is named, a shipped profile's name, else by the file's content.
+    """Return the kind of `source`, a file, a folder or a name.
 
-    The content is not validated here. Raises `SelfspecError` for a file of no known kind.
+    With a `storage`, `source` is the name of a study; a name without a file is taken for a shipped profile; a folder
+    is a training. A file is recognised by its content, which is not validated. Raises `SelfspecError` for a file of no
+    known kind.
     """
     if storage is not None:
         return "study"
@@ -36,7 +38,7 @@ def recognise(source: str, storage: str | None) -> FileKind:
     if content is None and text and text[0] not in '{["':
         return "profile"
     raise SelfspecError(
-        f"{source}: expected a profile, a search's file of trials, or what selfspec bench or train wrote"
+        f"{source}: expected a profile, a search's file of trials, or a file that selfspec bench or train wrote"
     )
 
 

@@ -64,7 +64,7 @@ def _check_one(options: GenerateCommand) -> None:
     options.data.read()
     for name, is_set in (("--out", options.out is not None), ("--memory", options.memory is not None)):
         if is_set:
-            raise SelfspecError(f"{name} is of many prompts; expected --prompts FILE with it")
+            raise SelfspecError(f"{name} is for many prompts; expected --prompts FILE with it")
     if options.compare and options.decoding.device_options.tensor_parallel:
         raise SelfspecError("--compare loads the model more than once; expected it without --tensor-parallel")
     if options.system is not None and not options.data.chat:
@@ -108,7 +108,7 @@ def _write(llm: LLM, stream: Stream, *, stats: bool, color: bool) -> Generation:
 def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
     """Warn if the text was cut before its guide was complete, and if it is empty."""
     if generation.finish == "end" and not generation.text.strip() and not chat:
-        stderr().print("the model ended the text at once; an instruct model wants --chat", soft_wrap=True)
+        stderr().print("the model ended the text at once; an instruct model needs --chat", soft_wrap=True)
     if how.guide is not None and generation.finish in ("length", "time"):
         stderr().print("the text was cut before the guide was complete; give more --max-new-tokens", soft_wrap=True)
 
@@ -116,7 +116,10 @@ def _warn(generation: Generation, how: Options, *, chat: bool) -> None:
 def _compare(
     llm: LLM, request: DecodingRequest, prompt: Prompt, drafter: Drafter, how: Options, *, as_json: bool, color: bool
 ) -> None:
-    """Compare with plain decoding in its fastest weight layout, and with `transformers` in layout `rows`."""
+    """Run and print a comparison with plain decoding in its fastest weight layout, and with `transformers`' generate.
+
+    `transformers` runs on the weight layout `rows`, in which weights are loaded.
+    """
     from selfspec.measure.cost_fitting import fastest_plain
     from selfspec.measure.side_by_side import compare
 
@@ -153,7 +156,7 @@ def _print_comparison(result: Comparison, *, color: bool) -> None:
     console.print(f"speedup: {result.speedup:.2f}x over plain decoding (median of {result.rounds} interleaved runs)")
     plain_ratio, draft_ratio = result.plain_tokens_per_second / theirs, result.tokens_per_second / theirs
     console.print(
-        f"beside them: transformers' generate, {theirs:.1f} tokens/s; "
+        f"for comparison: transformers' generate, {theirs:.1f} tokens/s; "
         f"plain is {plain_ratio:.2f} times as fast, speculative {draft_ratio:.2f}",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`selfspec generate --prompts`: decode many prompts in a batch into a file of results, from which a run resumes."""
+"""`selfspec generate --prompts`: decode many prompts in batches into a file of results, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.progress import TextColumn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, kind
+from selfspec.basics.files import check_writable, json_line, kind, write_text
 from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
 from selfspec.cli.decoding_options import decoding
 from selfspec.cli.generate_options import GenerateCommand
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from selfspec.llm.batch import BatchCounters
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.request import Request
     from selfspec.llm.sampling_plan import Plan
+    from selfspec.text.prompt import Prompt
 
 SINGLE_PROMPT_OPTIONS = ("prompt", "compare", "color", "json")  # options for a single prompt
 PROGRESS_INTERVAL = 32  # results between two progress lines where there is no progress bar
@@ -42,13 +45,12 @@ def run_many(command: GenerateCommand) -> int:
     request = decoding(command.decoding)
     request.run_as_worker()
     how = request.check()
-    raw_prompts = command.data.read()
+    raw_prompts = command.data.read(every=True)
     assert raw_prompts is not None
     assert command.out is not None
     chat = command.data.chat or raw_prompts.messages
     request.check_chat(chat=command.data.chat, system=command.system)
 
-    from selfspec.llm.generate_many import check_prompts, number_errors
     from selfspec.llm.prompt_encoding import encode, takes_messages
 
     llm = request.load()
@@ -56,44 +58,51 @@ def run_many(command: GenerateCommand) -> int:
     chat = command.data.chat or (chat and takes_messages(llm))
     jobs = []
     for index, text in enumerate(raw_prompts.texts):
-        with number_errors(index):
+        prompt, error = list[int](), None
+        try:
             prompt = encode(llm, text, chat=chat, system=command.system)
-        jobs.append(_Job(index, text, prompt, _key(llm, command, prompt)))
-    first = check_prompts(llm, [job.prompt for job in jobs], how)
+            llm.check_fits(prompt, how)
+        except SelfspecError as cause:
+            error = str(cause)
+        jobs.append(_Job(index, text, prompt, _key(llm, command, prompt or text), error))
+    first = next((job for job in jobs if job.error is None), None)
+    plans = {} if first is None else {first.index: llm.plan(first.prompt, how)}
     done = _finished_indices(command.out, jobs)
     if done:
         message = f"{command.out}: {len(done)} of {len(jobs)} are done already"
         stderr().print(message, markup=False, soft_wrap=True)
     left = [job for job in jobs if job.index not in done]
-    return _decode(command, llm, how, left, first) if left else 0
+    return _decode(command, llm, how, left, plans) if left else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A prompt of the file, as text and as token ids; `key`: a hash of everything that its result depends on."""
+    """A prompt of the file, as read and as token ids.
+
+    `key`: a hash of everything that its result depends on. `error`: why it cannot be decoded, None if it can.
+    """
 
     index: int
-    text: str
+    text: Prompt
     prompt: list[int]
     key: str
+    error: str | None = None
 
 
 def _check(command: GenerateCommand) -> None:
     for name in SINGLE_PROMPT_OPTIONS:
         if getattr(command, name):
             option = "a prompt" if name == "prompt" else f"--{name}"
-            raise SelfspecError(
-                f"--prompts decodes many prompts together, and {option} is of one; leave one of them out"
-            )
+            raise SelfspecError(f"--prompts: given with {option}; expected only one of the two")
     if command.out is None:
-        raise SelfspecError("--prompts: say where the results go, with --out results.jsonl")
+        raise SelfspecError("--prompts: given without --out; expected a file for results, such as results.jsonl")
     if command.system is not None and not command.data.chat:
         raise SelfspecError("--system is for chats; expected --chat with it")
     command.data.check_not_written(command.out, "--out")
     check_writable(command.out)
 
 
-def _key(llm: LLM, command: GenerateCommand, prompt: Sequence[int]) -> str:
+def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
     """Return a short hash of everything that a result depends on: model, prompt and decoding options."""
     options = command.decoding
     what = [
@@ -111,7 +120,7 @@ def _key(llm: LLM, command: GenerateCommand, prompt: Sequence[int]) -> str:
 
 
 def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
-    """Return the indices of the prompts with results in the file, and truncate an incomplete last line.
+    """Return the indices of the prompts with results in the file; drop an incomplete last line and lines of errors.
 
     Raises `SelfspecError` if the file holds anything else.
     """
@@ -119,45 +128,59 @@ def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
         return set()
     data = out.read_bytes()
     complete_lines = data[: data.rfind(b"\n") + 1]
-    indices = set[int]()
-    for number, line in enumerate(complete_lines.decode("utf-8", "replace").splitlines(), start=1):
+    indices, results = set[int](), list[str]()
+    for number, line in enumerate(complete_lines.decode("utf-8", "replace").split("\n")[:-1], start=1):
         try:
             row = json.loads(line)
             index, key = int(row["index"]), str(row["key"])
         except (ValueError, TypeError, KeyError):
-            raise SelfspecError(f"{out}:{number}: no result of this command; expected another file for --out") from None
+            raise SelfspecError(f"{out}:{number}: not a result of this command; expected another --out file") from None
         if not 0 <= index < len(jobs) or jobs[index].key != key:
             raise SelfspecError(
-                f"{out}:{number}: the result of another prompt, model or way to decode; expected another file for --out"
+                f"{out}:{number}: a result of another prompt, model or decoding option; expected another --out file"
             )
-        indices.add(index)
-    if len(complete_lines) < len(data):
+        if "error" not in row:
+            indices.add(index)
+            results.append(f"{line}\n")
+    if len(results) < complete_lines.count(b"\n"):
+        write_text(out, "".join(results))
+    elif len(complete_lines) < len(data):
         os.truncate(out, len(complete_lines))
     return indices
 
 
-def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], first: Plan | None) -> int:
+def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], plans: Mapping[int, Plan]) -> int:
     """Decode the jobs and write each result as it ends; return the exit code."""
     from selfspec.llm.batch import Batch
-    from selfspec.llm.generate_many import decode_many
+    from selfspec.llm.generate_many import decode_many, longest
 
-    console, failed = stderr(), 0
+    console, failed = stderr(), [job for job in jobs if job.error is not None]
+    jobs = [job for job in jobs if job.error is None]
     by_index = {job.index: job for job in jobs}
     bar = progress(console, TextColumn("{task.fields[said]}"))
     task = bar.add_task("decoding", total=len(jobs), said="")
     assert command.out is not None
-    rows = min(command.batch_size, len(jobs))
-    with Batch(llm, rows=rows, memory=command.memory) as batch, bar, command.out.open("a") as out:
+    with command.out.open("a", encoding="utf-8") as out:
+        for job in failed:
+            _fail(console, out, job, str(job.error))
+    if not jobs:
+        return 1
+    rows, most = min(command.batch_size, len(jobs)), longest(llm, [job.prompt for job in jobs], how)
+    with (
+        Batch(llm, rows=rows, memory=command.memory, longest=most) as batch,
+        bar,
+        command.out.open("a", encoding="utf-8") as out,
+    ):
         stage_line(console, f"decoding {len(jobs)} prompts ...")
         start = time.perf_counter()
         try:
             prompts = ((job.index, job.prompt) for job in jobs)
-            for done, (index, request) in enumerate(decode_many(batch, prompts, how, first=first), start=1):
+            for done, (index, request) in enumerate(decode_many(batch, prompts, how, plans=plans), start=1):
                 if request.error is None:
                     _write(out, _row(by_index[index], request))
                 else:
-                    failed += 1
-                    console.print(printable(f"prompt {index + 1}: {request.error}"), markup=False, soft_wrap=True)
+                    failed.append(by_index[index])
+                    _fail(console, out, by_index[index], str(request.error))
                 speed = f"{batch.counters.tokens / (time.perf_counter() - start):.0f} tokens/s"
                 bar.update(task, completed=done, said=speed)
                 if done % PROGRESS_INTERVAL == 0:
@@ -165,7 +188,7 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
         except KeyboardInterrupt:
             bar.stop()
             again = shlex.join(["selfspec", *sys.argv[1:]])
-            console.print(f"to go on, run the same command again: {again}", markup=False, soft_wrap=True)
+            console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
             return 130
         finally:
             if command.stats:
@@ -186,10 +209,16 @@ def _row(job: _Job, request: Request) -> dict[str, Any]:
     }
 
 
+def _fail(console: Console, out: TextIO, job: _Job, error: str) -> None:
+    """Print a prompt's error and write it as the prompt's line."""
+    console.print(printable(f"prompt {job.index + 1}: {error}"), markup=False, soft_wrap=True)
+    _write(out, {"index": job.index, "prompt": job.text, "error": error, "key": job.key})
+
+
 def _write(out: TextIO, row: dict[str, Any]) -> None:
     """Write a line and sync it to disk. Raises `SelfspecError` if it cannot be written."""
     try:
-        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        out.write(json_line(row) + "\n")
         out.flush()
         os.fsync(out.fileno())
     except OSError as error:
@@ -202,6 +231,6 @@ def _stats(counters: BatchCounters, seconds: float) -> str:
     share = c.accepted / c.drafted if c.drafted else 0.0
     return (
         f"{c.requests} prompts, {c.tokens} tokens in {seconds:.2f} s ({c.tokens / seconds:.1f} a second), "
-        f"{c.rounds} rounds, {c.drafted} drafted, {c.accepted} accepted ({share:.0%}); {c.reused} prompt tokens were "
-        f"known already, {c.evicted} times a text made room for others"
+        f"{c.rounds} rounds, {c.drafted} drafted, {c.accepted} accepted ({share:.0%}); {c.reused} prompt tokens "
+        f"reused from the KV cache, {c.evicted} preemptions"
     )

@@ -1,4 +1,4 @@
-"""Options of `generate`, for one prompt and for many. The module imports nothing heavy, as `options`."""
+"""Options of `generate`, for one prompt and for many. Imports no heavy module, so that `--help` is instant."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class GenerateCommand:
         float | None,
         typer.Option(
             metavar="GIB",
-            help="Memory of the KV cache; by default for 2,048 tokens a row, or half of what is free.",
+            help="Memory of the KV cache; by default for 2,048 tokens a prompt, at most half of the free memory.",
             rich_help_panel=MANY,
         ),
     ] = None
@@ -32,13 +32,13 @@ class GenerateCommand:
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="File that results are appended to; prompts that it has already are not run again.",
+            help="File that results are appended to; prompts whose results it has are not decoded again.",
             rich_help_panel=MANY,
         ),
     ] = None
     system: System = None
     stats: Annotated[bool, typer.Option("--stats", help="Show rounds, acceptance rate and speed.")] = False
-    compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding, too, interleaved.")] = False
+    compare: Annotated[bool, typer.Option("--compare", help="Compare with plain decoding, interleaved.")] = False
     color: Annotated[
         bool, typer.Option("--color", help="Colour tokens by their source; with --json, add their events.")
     ] = False

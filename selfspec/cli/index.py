@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 
 from selfspec.basics.files import check_writable, kind
@@ -34,7 +35,10 @@ def run(options: IndexCommand) -> None:
         if keeps_answers(path):
             existing += AnswerHistory(path, vocabulary)
         else:
-            texts += read_texts(path, column=options.column, template=template)
+            more, note = read_texts(path, column=options.column, template=template)
+            texts += more
+            if note is not None:
+                warnings.warn(note, stacklevel=2)
     encoded = list(_encoded(options.model, texts))
     tokens = write_store(options.out, [*existing, *encoded], vocabulary=vocabulary)
     stats = {

@@ -1,6 +1,7 @@
 """Options of the commands, each defined once with its help; the commands' implementations take these classes.
 
-The module imports nothing heavy, so that `--help` is instant. `flat` evaluates the annotations as values.
+The module imports nothing heavy, so that `--help` is instant. `flatten_options` evaluates the annotations, so they
+are not postponed.
 """
 
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ Json = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; the profile's by default."),
+    typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; by default the profile's model."),
 ]
 Controller = Annotated[
     str | None,
     typer.Option(
-        help="When to stop drafting: fixed:k=4, static:threshold=0.6,k_max=8, adaptive:threshold=0.6; the profile's "
-        "by default.",
+        help="Controller, which decides when drafting stops: fixed:k=4, static:threshold=0.6,k_max=8, "
+        "adaptive:threshold=0.6; by default the profile's controller.",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -40,7 +41,7 @@ Store = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Retrieval store to propose tokens from, besides the prompt, as made by index.",
+        help="Retrieval store to propose tokens from, in addition to the prompt; made by selfspec index.",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -59,7 +60,8 @@ class DraftingOptions:
     profile: Annotated[
         str,
         typer.Option(
-            help="Profile: a file, the name of a shipped one, or auto: one made for the model, else every second layer."
+            help="Profile: a file, the name of a shipped profile, or auto: a shipped profile for the model, else one "
+            "that skips every second layer."
         ),
     ] = "auto"
     controller: Controller = None
@@ -81,7 +83,7 @@ class SearchCommand:
 
     @property
     def trials_storage(self) -> str | Path:
-        """The storage of the trials: a file, `memory` or a database."""
+        """The storage of the trials: the path of a file, `memory`, or the URL of a database."""
         from selfspec.search.storage import resolve_storage
 
         default_file = self.out.parent / f"{self.out.name}.trials.jsonl"
@@ -98,7 +100,9 @@ class TrainCommand:
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="eagle, medusa, hydra, mlp, mtp, chimera; bridge, adapter; distill, layerskip."
+            metavar="KIND",
+            help="Draft head: eagle, medusa, hydra, mlp, mtp, chimera; module of a draft path: bridge, adapter; draft "
+            "model: distill; copy of the model: layerskip.",
         ),
     ]
     model: Annotated[str, typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
@@ -124,15 +128,16 @@ class ConvertCommand:
     """Options of `convert`."""
 
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of the head, with its config.json and weights.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the draft head, with its config.json and weights.")
     ]
     model: Annotated[
-        str, typer.Option(help="Model that the head is for: a folder, GGUF file, hub id, or smollm2-135m.")
+        str, typer.Option(help="Model that the draft head is for: a folder, GGUF file, hub id, or smollm2-135m.")
     ]
     profile: Annotated[
         str,
         typer.Option(
-            help="Profile whose draft path the head proposes to: a file, the name of a shipped one, auto, or none."
+            help="Profile whose draft path checks the tokens that the draft head proposes: a file, the name of a "
+            "shipped profile, auto, or none."
         ),
     ] = "auto"
     out: Annotated[
@@ -144,9 +149,9 @@ class ConvertCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingOptions:
-    """Options of model, drafts and decoding.
+    """Options that select the model, its drafts and how it decodes.
 
-    `generation_options` has those whose form on the command line is that in Python.
+    `generation_options`: the options that have the same form on the command line as in Python.
     """
 
     model: Model = None
@@ -156,7 +161,7 @@ class DecodingOptions:
     generation_config: Annotated[
         str | None,
         typer.Option(
-            help="Path of a generation_config.json or its folder; 'model': the checkpoint's own.",
+            help="Path of a generation_config.json or its folder; 'model': the configuration of the checkpoint.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
@@ -238,17 +243,18 @@ class BenchCommand:
         typer.Option(
             min=1,
             metavar="N",
-            help="Maximum number of prompts; all of a file or folder, 12 of others (6 widened) by default.",
+            help="Maximum number of prompts; by default all prompts of a file or folder, and 12 (6 with --widen) of a "
+            "hub data set or of the built-in prompts.",
         ),
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="New tokens for each prompt; 96, or 64 widened, by default."),
+        typer.Option(min=1, metavar="N", help="New tokens for each prompt; by default 96, or 64 with --widen."),
     ] = None
     temperature: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas; 0 is greedy.")] = "0,0.8"
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Runs of each method on each prompt; 5, or 3 widened, by default."),
+        typer.Option(min=1, metavar="N", help="Runs of each method on each prompt; by default 5, or 3 with --widen."),
     ] = None
     widen: Annotated[
         int,
@@ -256,7 +262,7 @@ class BenchCommand:
             min=1,
             max=64,
             metavar="N",
-            help="Factor to widen the model by, with the same output, for the cost of a large model.",
+            help="Factor to widen the model by, to measure the cost of a larger model with the same output.",
         ),
     ] = 1
     out: Annotated[Path | None, typer.Option(help="JSON file to write all measurements to.")] = None
@@ -308,12 +314,12 @@ class ExportCommand:
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write to, empty or new.")]
     model: Model = None
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=64, metavar="N", help="Tokens of each draft; the best number by default.")
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Draft length in tokens; by default the best one.")
     ] = None
     type: Annotated[
-        str | None, typer.Option(help="Type of the weights in GGUF files, such as q8_0; the model's own by default.")
+        str | None, typer.Option(help="Type of the weights in GGUF files, such as q8_0; by default the model's type.")
     ] = None
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is in the folder.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files in the folder.")] = False
     data: PromptOptions
     limit: Annotated[
         int,
@@ -363,12 +369,12 @@ class ReportCommand:
     ] = None
     study: Annotated[str | None, typer.Option(help="Study: a file of trials, or its name in --storage.")] = None
     storage: Storage = None
-    bench: Annotated[Path | None, typer.Option(help="What bench --out wrote.")] = None
+    bench: Annotated[Path | None, typer.Option(help="JSON file of measurements, written by bench --out.")] = None
     model: Annotated[
-        str | None, typer.Option(help="A folder, GGUF file, hub id, smollm2-135m, or builtin; else the profile's.")
+        str | None, typer.Option(help="Model: folder, GGUF file, hub id, smollm2-135m or builtin; else the profile's.")
     ] = None
     data: PromptOptions
     limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Maximum number of prompts.")] = 4
     max_new_tokens: Tokens = 64
-    no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode nothing, and do not load the model.")] = False
+    no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode no texts, and do not load the model.")] = False
     device_options: DeviceOptions

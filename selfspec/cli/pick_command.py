@@ -27,7 +27,7 @@ def run(
     max_memory: float | None = None,
     as_json: bool,
 ) -> None:
-    """Show a study's Pareto front, and save a profile of its best trial within the limits of draft cost and memory."""
+    """Show a study's Pareto front; save a profile of its fastest trial within the limits of draft cost and memory."""
     quiet()
     if max_draft_cost is not None and not max_draft_cost > 0:
         raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: expected more than 0, as a share of a plain step")
@@ -71,7 +71,7 @@ def _table(front: list[tuple[Entry, float | None]], best: Entry, place: str) -> 
     from rich.text import Text
 
     table = Table(
-        title=Text(f"acceptance against draft cost and memory, {place}"), caption="> saved: the fastest as asked for"
+        title=Text(f"acceptance against draft cost and memory, {place}"), caption="> saved: fastest within the limits"
     )
     for name in ("", "draft cost", "memory", "acceptance", "tokens a pass", "predicted", "skipped"):
         table.add_column(name, justify="right")

@@ -17,7 +17,7 @@ from selfspec.text.prompt import is_unicode
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS: dict[FileKind, tuple[str, ...]] = {  # the first is the default
+KINDS: dict[FileKind, tuple[str, ...]] = {  # the kinds of plots; the first of each file kind is the default
     "profile": ("skip-map", "confidence"),
     "study": ("skipped", "pareto", "sensitivity", "progress"),
     "bench": ("bars", "position", "sources"),
@@ -48,15 +48,13 @@ def run(options: PlotOptions) -> None:
     quiet()
     check_writable(options.out)
     if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:
-        raise SelfspecError(f"--out {options.out} would write over what is to be drawn; expected another place")
+        raise SelfspecError(f"--out {options.out} would write over the file to be drawn; expected another path")
     if options.title is not None and not is_unicode(options.title):
-        raise SelfspecError("--title: the text is no valid Unicode")
+        raise SelfspecError("--title: the text is not valid Unicode")
     what = recognise(options.source, options.storage)
     kind = KINDS[what][0] if options.kind is None else options.kind
     if kind not in KINDS[what]:
-        raise SelfspecError(
-            f"--kind {kind}: {options.source} is {_NAMES[what]}, of which there are {_listed(KINDS[what])}"
-        )
+        raise SelfspecError(f"--kind {kind}: {options.source} is {_NAMES[what]}; expected {_listed(KINDS[what])}")
 
     from selfspec.show.plots.style import WIDTH, check_format, save
 
@@ -115,4 +113,4 @@ def _of_training(options: PlotOptions, kind: str) -> Callable[[float], Figure]:
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{', '.join(names[:-1])} or {names[-1]}"

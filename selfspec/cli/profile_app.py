@@ -38,7 +38,7 @@ def show(file: Profile) -> None:
 @profile_app.command()
 def validate(
     file: Profile,
-    model: Annotated[str | None, typer.Option(help="Model to check the profile against, too.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model that the profile must fit.")] = None,
 ) -> None:
     """Check a profile; an error is one line, with exit code 2."""
     from selfspec.cli.profile_commands import validate
@@ -61,8 +61,8 @@ def diff(
 
 @profile_app.command("import")
 def import_profile(
-    file: Annotated[Path, typer.Argument(help="Published file.")],
-    model: Annotated[str, typer.Option(help="Model that it is for: a folder, GGUF file, hub id, or builtin.")],
+    file: Annotated[Path, typer.Argument(help="File of the published skip set.")],
+    model: Annotated[str, typer.Option(help="Model of the skip set: a folder, GGUF file, hub id, or builtin.")],
     format_name: Annotated[
         str,
         typer.Option(
@@ -86,7 +86,7 @@ def join(
     files: Annotated[list[str], typer.Argument(help="Profiles of one model: files, or names of shipped ones.")],
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
 ) -> None:
-    """Join profiles into one that routes each sequence to the fastest so far, or to the first if seeded."""
+    """Join profiles into one that drafts each sequence with the fastest profile so far, or with a seed, the first."""
     from selfspec.cli.profile_commands import join
 
     join(files, out)

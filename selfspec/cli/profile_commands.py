@@ -37,7 +37,7 @@ def show(file: str) -> None:
 
 
 def validate(file: str, model: str | None) -> None:
-    """Check a profile; with `model`, also that it fits the model's configuration. Raises `SelfspecError`."""
+    """Check that a profile is valid and, with `model`, that it fits that model. Raises `SelfspecError`."""
     quiet()
     profile = checked_profile(file)
     if model is not None:
@@ -50,7 +50,7 @@ def validate(file: str, model: str | None) -> None:
 
 
 def list_profiles(folder: Path | None, *, as_json: bool) -> None:
-    """List the shipped profiles or those in `folder`; invalid files are named on standard error."""
+    """Print the shipped profiles, or the profiles in `folder`; invalid files are named on standard error."""
     profiles = shipped_profiles() if folder is None else _profiles_in(folder)
     if as_json:
         print_json({"profiles": [_summary(name, profile) for name, profile in profiles.items()]})
@@ -59,17 +59,17 @@ def list_profiles(folder: Path | None, *, as_json: bool) -> None:
 
 
 def join(files: Sequence[str], out: Path) -> None:
-    """Join several profiles into one and write it. Raises `SelfspecError`."""
+    """Join several profiles of one model into one profile and write that. Raises `SelfspecError`."""
     quiet()
     if len(files) < 2:
-        raise SelfspecError(f"{files[0]} alone is one profile already; expected two or more")
+        raise SelfspecError(f"{files[0]}: one profile; expected two or more to join")
     check_writable(out)
     first, *others = (checked_profile(file) for file in files)
     for file, profile in zip(files, (first, *others), strict=True):
         if difference := first.model.mismatch(profile.model):
             raise SelfspecError(f"{file}: is of another model than {files[0]}: {difference}")
         if profile.parts:
-            raise SelfspecError(f"{file}: has trained parts, which lie beside it; it cannot be joined")
+            raise SelfspecError(f"{file}: has trained modules in other files; expected a profile without modules")
     write_profile(first.with_alternatives(others), out)
     summaries = "; ".join(profile.draft.summary for profile in (first, *others))
     stderr().print(f"saved {out}: {len(files)} ways to draft ({summaries})", markup=False, soft_wrap=True)
@@ -90,7 +90,7 @@ def import_profile(
     if out is not None:
         check_writable(out)
         if out.resolve() == file.resolve():
-            raise SelfspecError(f"--out {out} would write over the file that is read; expected another place")
+            raise SelfspecError(f"--out {out} would write over the file that is read; expected another path")
     key, skip = read_published(file, key, format_name=format_name)
     identity = _identity(model, layers)
     try:
@@ -106,15 +106,15 @@ def import_profile(
 
 
 def _identity(model: str, layers: int | None) -> Identity:
-    """Return the model's identity: by its configuration if that is on this machine, else by name and layers."""
+    """Return a model's identity: from its configuration if that is on this machine, else from name and `layers`."""
     folder = stored_config(model)
     if folder is None:
         if layers is None:
-            raise SelfspecError(f"model {model} is not on this machine; say with --layers how many layers it has")
+            raise SelfspecError(f"model {model} is not on this machine; expected --layers, its number of layers")
         return Identity(layers=layers, name=model)
     identity = read_identity(folder).model_copy(update={"name": model})
     if layers not in (None, identity.layers):
-        raise SelfspecError(f"--layers {layers}: model {model} has {identity.layers}; leave the option out")
+        raise SelfspecError(f"--layers {layers}: model {model} has {identity.layers} layers; leave the option out")
     return identity
 
 
@@ -129,7 +129,7 @@ def _profiles_in(folder: Path) -> dict[str, Profile]:
     if not profiles:
         raise SelfspecError(f"{folder} holds no profile: {wrong[0] if wrong else 'no .yaml files'}")
     for why in wrong:
-        stderr().print(f"left out: {why}", markup=False, soft_wrap=True)
+        stderr().print(f"invalid profile: {why}", markup=False, soft_wrap=True)
     return profiles
 
 

@@ -17,7 +17,10 @@ SKIP_MAP_FIELDS = ("skip", "int8", "int4")  # fields of the draft that the skip 
 
 
 def facts(profile: Profile) -> dict[str, list[str]]:
-    """Return a profile's lines by key in the file, without empty fields and fields that the skip map shows."""
+    """Return the lines that describe each field of a profile, by the field's key in the profile's file.
+
+    Empty fields, and fields that the skip map shows, are left out.
+    """
     lines_by_key = {
         "model": _model(profile),
         **_draft(profile.draft),
@@ -36,19 +39,19 @@ def facts(profile: Profile) -> dict[str, list[str]]:
 
 
 def label(key: str) -> str:
-    """Return the heading of a field's lines."""
+    """Return the heading of a field's lines, given the field's key in the profile's file."""
     return LABELS.get(key, key.removeprefix("draft."))
 
 
 def measurement_status(profile: Profile) -> str:
-    """Describe briefly whether a profile was measured."""
+    """Return whether a profile was measured, as a few words."""
     if profile.measured:
         return "measured"
     return "published, not measured here" if profile.published else "not measured"
 
 
 def source(profile: Profile) -> str:
-    """Describe briefly the source of a skip set; empty if unknown."""
+    """Return the source of a profile's skip set, as a few words; empty if unknown."""
     if published := profile.published:
         return next(filter(None, (published.paper, published.repository, published.file)), "")
     if profile.search is None:
@@ -78,7 +81,7 @@ def _controller(controller: ControllerSpec) -> str:
 
 
 def _candidates(count: int) -> str:
-    return "1, a chain" if count == 1 else f"{count} for each drafted place at most"
+    return "1, no token tree" if count == 1 else f"at most {count} per position"
 
 
 def _head(mode: Mode) -> str:
@@ -148,19 +151,20 @@ def _calibration(c: Calibration) -> list[str]:
 
 
 def _search(search: SearchRecord) -> list[str]:
-    kv = ", drafts with a cache of their own" if search.kv == "own" else ""
+    kv = ", drafts with a separate KV cache" if search.kv == "own" else ""
     lines = [f"{search.strategy}, {search.objective}: {search.trials} trials in {search.seconds:g} s{kv}"]
     if search.extra_bytes:
-        lines.append(f"quantised weights take {search.extra_bytes / 1e6:.3g} MB beside the model's own")
+        lines.append(f"quantised weights take {search.extra_bytes / 1e6:.3g} MB in addition to the model's")
     return lines
 
 
 def plain_step(costs: CostModel) -> str:
-    """Format the time of a plain step in the fastest weight layout, and in the measured layout if another."""
+    """Format the time of a plain decoding step in the fastest weight layout.
+
+    If costs were measured in another layout, the one chosen for drafting, the time in that layout is added.
+    """
     ours = f"{costs.plain * 1e3:.3g} ms"
-    return (
-        ours if costs.fastest is None else f"{costs.fastest * 1e3:.3g} ms ({ours} with weights as drafting wants them)"
-    )
+    return ours if costs.fastest is None else f"{costs.fastest * 1e3:.3g} ms ({ours} in the weight layout for drafting)"
 
 
 def _costs(costs: CostModel) -> list[str]:
@@ -170,7 +174,7 @@ def _costs(costs: CostModel) -> list[str]:
     return [
         f"plain step {plain_step(costs)} over {costs.context} keys",
         f"draft step {base} ms, + {attention} for each attention, + {mlp} for each MLP",
-        f"verifying more tokens than one, in times as much: {wider}",
+        f"verification of several tokens, in times the cost of one: {wider}",
     ]
 
 
@@ -180,7 +184,7 @@ def _predicted(p: Prediction) -> list[str]:
 
 def _measured(m: Measurement) -> list[str]:
     low, high = m.interval
-    where = "held-out prompts" if m.held_out else "the search's own prompts"
+    where = "held-out prompts" if m.held_out else "prompts of the search"
     return [
         f"{m.speedup:g}x plain decoding ({low:g} to {high:g}), acceptance {m.acceptance_rate:.0%}",
         f"{m.prompts} {where} x {m.max_new_tokens} tokens, temperature {m.temperature:g}",

@@ -30,18 +30,21 @@ if TYPE_CHECKING:
     from selfspec.search.ledger import Ledger
     from selfspec.show.report import Section, ShownSample, Table
 
-_CONDITIONS = ("figures of", "temperature", "of plain's speed", "prompts x tokens", "on")
-_GIVE_PROFILE = "No profile was given: --profile or --study shows what is skipped, and what is accepted."
+_CONDITIONS = ("figures of", "temperature", "speedup", "prompts x tokens", "machine")
+_GIVE_PROFILE = "No profile was given: --profile or --study shows the skipped sub-layers and the accepted tokens."
 _GIVE_STUDY = (
-    "No search's trials were given: --study FILE (kept by selfspec search --storage FILE) shows what single sub-layers "
-    "do, acceptance against draft cost, speedup against skipped sub-layers, and the search's progress."
+    "No study was given: --study FILE (written by selfspec search --storage FILE) shows the effect of single "
+    "sub-layers, acceptance against draft cost, speedup against skipped sub-layers, and the search's progress."
 )
 _GIVE_BENCH = "No benchmark was given: --bench FILE (written by selfspec bench --out FILE) shows measured speeds."
 
 
 @dataclass(frozen=True)
 class _DecodedSamples:
-    """Texts decoded for the page, and acceptance by position; `conditions`: their row of the table of conditions."""
+    """Texts decoded for the report, and their rounds' acceptance by draft position (`positions`).
+
+    `intro`: a paragraph about the texts. `conditions`: a row for them in the table of measurement conditions.
+    """
 
     samples: tuple[ShownSample, ...]
     positions: pd.DataFrame
@@ -69,15 +72,18 @@ def run(options: ReportCommand) -> None:
 def _check(options: ReportCommand) -> None:
     check_writable(options.out)
     if options.storage is not None and options.study is None:
-        raise SelfspecError("--storage holds studies; say which with --study")
+        raise SelfspecError(f"--storage {options.storage}: given without --study; expected the study's name, too")
     read = (options.profile, options.study, options.storage, options.bench)
     if options.out.resolve() in {Path(source).resolve() for source in read if source}:
-        raise SelfspecError(f"--out {options.out} would write over what is to be shown; expected another place")
+        raise SelfspecError(f"--out {options.out} would write over a file to be shown; expected another path")
     options.data.check_not_written(options.out, f"--out {options.out}")
 
 
 def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
-    """Return the named profile, else the study's best, else the shipped one unless only a benchmark is shown."""
+    """Return the named profile, else that of the study's best trial, else the built-in model's.
+
+    Returns None if only a benchmark is shown. Raises `SelfspecError` for a damaged study or a model without a profile.
+    """
     if options.profile is not None:
         return checked_profile(options.profile)
     if ledger is not None:
@@ -90,7 +96,7 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
         except (KeyError, TypeError, ValidationError) as error:
             raise SelfspecError(f"{ledger.description} is damaged ({type(error).__name__}); give --profile") from None
     if options.model not in (None, builtin.NAME):
-        raise SelfspecError(f"--model {options.model}: expected --profile or --study, too: what it is to be shown with")
+        raise SelfspecError(f"--model {options.model}: given alone; expected --profile or --study, too")
     return checked_profile(builtin.PROFILE) if options.bench is None or options.model is not None else None
 
 
@@ -108,7 +114,7 @@ def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples
             check_chat(name)
         llm = load(name, profile=profile, device=options.device_options.placement, dtype=options.device_options.dtype)
     except SelfspecError as error:
-        raise SelfspecError(f"{error}; --no-sample makes the page without the model") from None
+        raise SelfspecError(f"{error}; --no-sample writes the page without loading the model") from None
     encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
     return _generate_samples(llm, profile, encoded, options.max_new_tokens)
 
@@ -137,9 +143,9 @@ def _generate_samples(llm: LLM, profile: Profile, encoded: EncodedPrompts, n: in
     intro = (
         f"{len(outputs)} held-out prompts ({encoded.summary}), continued greedily by {llm.name} with this profile's "
         f"drafts ({profile.draft.summary}), without the guard: {total.tokens} tokens in {total.rounds} "
-        f"passes of the whole model, {total.tokens_per_round:.2f} a pass, where plain decoding has 1; "
+        f"passes of the whole model, {total.tokens_per_round:.2f} a pass (1 in plain decoding); "
         f"{total.accepted} of {total.drafted} drafted tokens were accepted. Hover over a token, tap it "
-        "or tab to it for its probability, its round, and what was rejected."
+        "or tab to it for its probability, its round, and the tokens rejected at its position."
     )
     where = conditions(llm.runtime)
     row = ("this page's texts", "0", "-", f"{len(outputs)} x {n}", _machine(where))
@@ -148,7 +154,7 @@ def _generate_samples(llm: LLM, profile: Profile, encoded: EncodedPrompts, n: in
 
 
 def _with_tooltips(html: str) -> Markup:
-    """Replace the tokens' `title` attributes by data that the page can also show on tap and by keyboard."""
+    """Replace the tokens' `title` attributes by `data-said`, which the page shows on hover, on tap and by keyboard."""
     from markupsafe import Markup
 
     return Markup(re.sub(r'(<span(?: style="[^"]*")?) title=', r'\1 tabindex="0" data-said=', html))
@@ -203,12 +209,12 @@ def _no_sample(profile: Profile | None) -> tuple[str, ...]:
         return (_GIVE_PROFILE,)
     if not profile.drafts:
         return ("The profile drafts nothing: there is no acceptance to show.",)
-    return ("The model was not loaded: without --no-sample, a few prompts are decoded, and what is accepted is shown.",)
+    return ("The model was not loaded: without --no-sample, a few prompts are decoded to show the accepted tokens.",)
 
 
 def _summary(profile: Profile | None) -> str:
     if profile is None:
-        return "What a benchmark measured."
+        return "The results of a benchmark."
     summary = f"The profile {profile.draft.summary}"
     if (path := profile.path).cheaper:
         size, skipped = 2 * profile.model.layers, len(path.skip)
@@ -225,7 +231,7 @@ def _summary(profile: Profile | None) -> str:
         )
     if profile.predicted is not None:
         return f"{summary}; predicted {profile.predicted.speedup:g} times plain decoding's speed, and not measured."
-    return f"{summary}; how fast that is was not measured."
+    return f"{summary}; its speed was not measured."
 
 
 def _conditions(
@@ -235,7 +241,7 @@ def _conditions(
     bench: dict[str, Any] | None,
     decoded: _DecodedSamples | None,
 ) -> Section:
-    """Return the section on model, profile, and the conditions of each measurement."""
+    """Return the report's section on model, profile, and the conditions of each measurement."""
     from selfspec.show.report import Section, Table, facts_table
 
     tables: list[Table] = []

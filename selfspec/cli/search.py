@@ -33,8 +33,8 @@ def run(command: SearchCommand) -> int:
     quiet()
     budget = _budget(command.search_options.minutes)
     check_at_hand(command.model)
-    prompts = command.data.read()
     _check_places(command)
+    prompts = command.data.read()
     console = stderr()
     with _Watch(console) as watch:
         watch.loading()
@@ -99,7 +99,7 @@ def _budget(minutes: float | None) -> Budget:
 
 
 def _time_taken(budget: Budget) -> str:
-    """Format the command's time and its budget, with the reason if it took over 10% longer."""
+    """Format the command's time and its budget; if it took over 10% longer, also the time of loading the model."""
     limit = f" of {budget.seconds:.3g} s asked for" if budget.limited else ""
     late = budget.limited and budget.spent > 1.1 * budget.seconds
     why = f"; {budget.loaded:.1f} s had passed when the model was loaded" if late else ""
@@ -107,7 +107,7 @@ def _time_taken(budget: Budget) -> str:
 
 
 def _check_places(command: SearchCommand) -> None:
-    """Raise `SelfspecError` if profile or trials cannot be written, or would overwrite each other or the data."""
+    """Raise `SelfspecError` if profile or trials cannot be written, or would overwrite each other or a data file."""
     from selfspec.search.storage import check_storage
 
     out, trials_storage, storage = command.out, command.trials_storage, command.search_options.storage
@@ -115,7 +115,7 @@ def _check_places(command: SearchCommand) -> None:
     places = {out: as_out}
     if isinstance(trials_storage, Path):
         if trials_storage.resolve() == out.resolve():
-            raise SelfspecError(f"{as_storage} is where the profile goes; expected another place")
+            raise SelfspecError(f"{as_storage}: the profile is written there; expected another path")
         places[trials_storage] = as_out if storage is None else as_storage
     for place, option in places.items():
         check_writable(place)
@@ -155,11 +155,11 @@ class _Watch:
         self._task = self._bar.add_task(name, total=total, best=best)
 
     def step(self, done: int) -> None:
-        """Report that `done` steps of the stage are done."""
+        """Show that `done` steps of the stage are complete."""
         self._bar.update(self._task, completed=done)
 
     def trial(self, trial: Trial) -> None:
-        """Report a finished trial; a new best trial is printed as a line."""
+        """Show a finished trial; a new best trial is printed as a line, unless it was resumed from storage."""
         score = trial.score
         if not score.pruned and score.speedup > self._best:
             self._best = score.speedup
@@ -183,7 +183,7 @@ def _report(profile: Profile, out: Path, console: Console) -> None:
         console.print(f"searched on {', '.join(searched_on)}", markup=False, soft_wrap=True)
     if profile.costs is not None:
         c = profile.costs
-        error = "" if c.error is None else f" (draft steps of fresh paths within {c.error:.0%})"
+        error = "" if c.error is None else f" (predicted draft steps of other paths within {c.error:.0%})"
         console.print(
             f"costs: plain step {plain_step(c)}, verifying 4 tokens {c.verification(4) / c.verify[0]:.2f} times "
             f"as much as 1{error}"
@@ -192,11 +192,11 @@ def _report(profile: Profile, out: Path, console: Console) -> None:
         p = profile.predicted
         console.print(
             f"predicted {p.speedup:.2f}x plain decoding, acceptance {p.acceptance_rate:.0%}, {p.tokens_per_round:.2f} "
-            f"tokens a pass, a draft step at {p.draft_cost:.2f} of a plain one"
+            f"tokens a pass, draft step cost {p.draft_cost:.2f} plain steps"
         )
     for m in profile.measured:
         prompts = "1 prompt" if m.prompts == 1 else f"{m.prompts} prompts"
-        where = f"{prompts} held out" if m.held_out else f"the {prompts} searched on"
+        where = f"{prompts} held out" if m.held_out else f"the {prompts} of the search"
         low, high = m.interval
         console.print(
             f"measured {m.speedup:.2f}x plain decoding ({low:.2f} to {high:.2f}) on {where}, "
@@ -205,5 +205,5 @@ def _report(profile: Profile, out: Path, console: Console) -> None:
     if profile.note:
         console.print(profile.note, markup=False)
     command = f"selfspec generate --profile {shlex.quote(str(out))} 'your prompt'"
-    use = f"use it with: {command}" if profile.drafts else "nothing is drafted with it: decoding is as without"
+    use = f"use it with: {command}" if profile.drafts else "it drafts nothing: decoding is plain"
     console.print(f"saved {out}; {use}", markup=False, soft_wrap=True)

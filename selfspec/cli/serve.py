@@ -29,7 +29,7 @@ def run(command: ServeCommand) -> int:
     quiet()
     replica_devices = replicas(command)
     if command.api_key is not None and (not command.api_key.isascii() or not command.api_key.strip()):
-        raise SelfspecError("--api-key: expected at least one character, all of ASCII")
+        raise SelfspecError("--api-key: the key is blank or not ASCII; expected at least one ASCII character")
     profile: str | Profile = (
         command.profile if command.profile in ("auto", "none") else checked_profile(command.profile)
     )
@@ -83,11 +83,11 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
     limits = command.limits
     workers = []
     for llm in llms:
-        batch = Batch(llm, rows=limits.rows, memory=limits.memory)
+        batch = Batch(llm, rows=limits.rows, memory=limits.memory, longest=limits.max_model_len)
         workers.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
     pool = WorkerPool(workers, rows=limits.rows, queue=limits.queue)
     settings = _settings(command, llms[0].name)
-    many = f"{len(workers)} replicas of {limits.rows} rows" if len(workers) > 1 else f"{limits.rows} rows"
+    many = f"{len(workers)} replicas of {limits.rows} sequences" if len(workers) > 1 else f"{limits.rows} sequences"
     with Service(llms[0], pool, settings) as service:
         stderr().print(f"serving {settings.names[0]} at {url(sock)} ({many})", markup=False, soft_wrap=True)
         serve(service, sock)
@@ -114,6 +114,7 @@ def _settings(command: ServeCommand, name: str) -> Settings:
         rows=limits.rows,
         queue=limits.queue,
         max_tokens=limits.max_tokens,
+        max_model_len=limits.max_model_len,
         max_body=limits.max_body,
         timeout=limits.timeout,
         reading=limits.read_timeout,

@@ -1,4 +1,4 @@
-"""Options of `serve`, with their help. `flat` evaluates the annotations as values."""
+"""Options of `serve`, with their help. `flatten_options` evaluates the annotations, so they are not postponed."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +13,7 @@ _LIMITS, _WHO = "Limits", "Address and access"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """Limits of the server: batch size, memory, lengths, queue and times."""
+    """Limits of the server: batch size, memory, lengths, queue length and time limits."""
 
     rows: Annotated[
         int,
@@ -26,7 +26,7 @@ class LimitOptions:
         typer.Option(
             min=0.001,
             metavar="GIB",
-            help="Memory of the KV cache; by default as all rows need, or half of what is free.",
+            help="Memory of the KV cache; by default for 2,048 tokens a sequence, at most half of the free memory.",
             rich_help_panel=_LIMITS,
         ),
     ] = None
@@ -35,7 +35,16 @@ class LimitOptions:
         typer.Option(
             min=1,
             metavar="N",
-            help="Maximum number of new tokens of a request; by default what the context leaves.",
+            help="Maximum number of new tokens of a request; by default what fits.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Maximum number of tokens of a prompt and its new text; by default what context and memory allow.",
             rich_help_panel=_LIMITS,
         ),
     ] = None

@@ -61,7 +61,7 @@ def run(command: TrainCommand) -> int:
         print_json({**files, **fitted.record, "interrupted": fitted.interrupted})
     if fitted.interrupted:
         again = shlex.join(["selfspec", *sys.argv[1:]])
-        console.print(f"to go on, run the same command again: {again}", markup=False, soft_wrap=True)
+        console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
         return 130
     return 0
 
@@ -88,7 +88,7 @@ class _Watch:
         self._task = self._bar.add_task(name, total=total, said="")
 
     def step(self, done: float, message: str) -> None:
-        """Report `done` steps of the stage, with a line on the figures so far."""
+        """Show that `done` steps of the stage are complete, with `message`, a line of figures so far."""
         self._bar.update(self._task, completed=done, said=message)
         if message and time.monotonic() > self._last_printed + PROGRESS_SECONDS:
             stage_line(self._console, message)
@@ -99,11 +99,11 @@ def _report(fitted: Fitted, console: Console) -> None:
     done, agrees = fitted.progress, fitted.record.get("right")
     places = ", ".join(f"{share:.0%}" for share in done.acceptance)
     if agrees is None:
-        brought = f"{done.best:.2f} tokens a pass on held-out texts, greedy drafts (right up to each place: {places})"
+        brought = f"{done.best:.2f} tokens a pass on held-out texts, greedy drafts; right up to each position: {places}"
     else:
         (before, after), (other, shared) = agrees, fitted.record["shared"]
         brought = (
-            f"the draft path's best token is the model's at {after:.1%} of held-out places ({before:.1%} without); "
+            f"the draft path's best token is the model's at {after:.1%} of held-out positions ({before:.1%} without); "
             f"it shares {shared:.1%} of the model's probability ({other:.1%} without)"
         )
     steps = f"{done.steps} steps on " if done.steps else ""
@@ -111,9 +111,7 @@ def _report(fitted: Fitted, console: Console) -> None:
     console.print(f"saved {fitted.part}", markup=False, soft_wrap=True)
     if fitted.changed:
         before, after = fitted.record["perplexity"]
-        message = (
-            f"this is another model: its perplexity on held-out answers is {after:.2f}, before it was {before:.2f}"
-        )
+        message = f"training changed the model: perplexity on held-out answers {after:.2f}, before {before:.2f}"
         console.print(message, soft_wrap=True)
     print_usage(fitted.profiles, console, model=fitted.part if fitted.changed else None)
 

@@ -10,14 +10,15 @@ from rich.cells import cell_len
 
 Kind = TypeVar("Kind")
 _TAB = 8
-# A newline, a gap, a character of a script without spaces (a word by itself), or a part of a word.
+# A newline, a gap (spaces), a character of a script without spaces (a word by itself), or letters of a word.
 _PARTS = re.compile(r"\n|[^\S\n]+|[\u2e80-\U0010ffff]|[^\s\u2e80-\U0010ffff]+")
 
 
 class WordWrapper(Generic[Kind]):
     """Word wrapper to `width` columns: the gap before a word that does not fit is replaced by a newline.
 
-    A word is buffered until it is complete, or too long for its line. Each piece has a `Kind`, which its parts keep.
+    A word is buffered until it is complete, or too long for its line. Each piece of text has a `Kind`, such as its
+    colour, and the parts of the piece keep that kind.
     """
 
     def __init__(self, width: int) -> None:

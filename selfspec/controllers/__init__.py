@@ -1,8 +1,8 @@
-"""Controllers: decide when drafting stops and the target verifies, by the draft's confidence.
+"""Controllers decide when drafting stops and the target verifies, by the draft's confidence in its tokens.
 
 A controller sees the confidence of each drafted token and, after verification, the number of accepted tokens. It may
 end a draft after any token, but must never withhold the token it was just shown: that would change the distribution of
-the emitted tokens. `DraftLoop` is one draft under a controller. Pure Python.
+the emitted tokens. `DraftLoop` applies a controller to one draft. Does not import torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONTROLLERS = {kind.name: kind for kind in KINDS}
 
 
 def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> Controller:
-    """Make the controller that `spec` names; without `payoff` a rate-optimal one starts from default costs.
+    """Make the controller that `spec` names; `payoff`: the costs for a rate-optimal controller (None: default costs).
 
     Raises `SelfspecError` for an unknown name or option, or a bad value.
     """
@@ -58,7 +58,7 @@ def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> 
 def parse_controller(text: str) -> ControllerSpec:
     """Parse a controller from text such as `fixed`, `fixed:k=6` or `adaptive:threshold=0.5,k_max=8`.
 
-    Raises `SelfspecError` for anything that `make_controller` would refuse.
+    Raises `SelfspecError` for a malformed text, and as `make_controller` does.
     """
     name, _, rest = text.partition(":")
     options: dict[str, float] = {}

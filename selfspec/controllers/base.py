@@ -18,10 +18,10 @@ from selfspec.types.limits import WIDEST_DRAFT
 class Controller(ABC):
     """The policy that decides after each drafted token whether to draft another, and how many candidates to verify.
 
-    Decisions depend only on the confidences (the draft's probabilities of its drafted tokens) and on earlier
-    observations, so a replay decides as real decoding does. A controller holds the state of one sequence; `start` makes
-    a fresh one for another. Its options are its dataclass fields, except fields with `metadata={"option": False}`.
-    `asks_payoff`: whether it decides by a `PayoffModel`, set by `with_payoff` before use.
+    Decisions depend only on the draft's confidences in its tokens and on earlier observations, so the search's replay
+    decides as real decoding does. `start` makes a copy without observations, for another sequence. The options of a
+    controller are its dataclass fields, except fields with `metadata={"option": False}`. `asks_payoff`: whether the
+    controller decides by a `PayoffModel`, which `with_payoff` sets before use.
     """
 
     name: ClassVar[str]
@@ -33,17 +33,19 @@ class Controller(ABC):
 
     @abstractmethod
     def min_confidence(self, drafted: int) -> float:
-        """Return the least confidence of the `drafted`-th token at which it may ever go on; infinity if never."""
+        """Return the lowest confidence in the `drafted`-th token at which drafting may go on; infinity: it may not."""
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
-        """Return two chances: that the next token is accepted, and that a token is if the one before it was.
+        """Return two probabilities: that the next token is accepted, and that a later token is.
 
-        `first`: the recent acceptance rate of a draft's first token. By default that rate applies to every token.
+        The next token is accepted only if all drafted tokens before it are, which the first probability includes. The
+        second is conditional on the acceptance of the token before the later token. `first`: the recent acceptance rate
+        of a draft's first token; by default it applies to every token.
         """
         return first ** (len(confidences) + 1), first
 
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
-        """Return the number of candidates of each position, drafted token included; default `most` each."""
+        """Return the number of candidates at each position, drafted token included: 1 to `most`, by default `most`."""
         return [most] * len(confidences)
 
     def lookup_length(self, chances: Sequence[float]) -> int:
@@ -64,24 +66,27 @@ class Controller(ABC):
         """
 
     def with_payoff(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
-        """Return a controller that uses `payoff`, starting at `rate` if set; itself if it uses no payoff model."""
+        """Return a controller with the costs and gains `payoff`; by default, controllers do not use them.
+
+        `rate`: the initial tokens in the time of a plain decode step; None: unchanged.
+        """
         return self
 
     def learnt(self) -> PayoffModel | None:
-        """Return its payoff model, updated by what it observed; None if it uses none."""
+        """Return the controller's payoff model, corrected by its observations; None if it has no payoff model."""
         return None
 
     def start(self) -> Self:
-        """Return a copy in the state that this controller was created in."""
+        """Return a copy without observations, as this controller was when it was created."""
         return dataclasses.replace(self)
 
     def spec(self) -> ControllerSpec:
-        """Return its name and current options (a learnt threshold included), for `make_controller`."""
+        """Return the controller's name and current options (a learnt threshold included), for `make_controller`."""
         return ControllerSpec(name=self.name, options={name: getattr(self, name) for name in self.known()})
 
     @classmethod
     def known(cls) -> list[str]:
-        """Return the names of its options."""
+        """Return the names of the controller's options."""
         return [f.name for f in dataclasses.fields(cls) if f.init and f.metadata.get("option", True)]
 
     def _count(self, option: str) -> None:

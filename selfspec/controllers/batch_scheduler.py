@@ -1,6 +1,6 @@
-"""Draft lengths for a batch of sequences: the expected gain of each draft against the cost of wider passes.
+"""Scheduling of drafts in a batch of sequences: expected accepted tokens are weighed against the cost of wider passes.
 
-Pure Python.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from operator import mul
 
 from selfspec.types.round_costs import PassCosts
 
-FURTHER = (1, 2, 4, 8)  # look-ahead in tokens, as an expensive row may be followed by cheap ones
+FURTHER = (1, 2, 4, 8)  # numbers of further tokens considered: an expensive row may precede cheap rows
 FIRST, KNOWN = 0.7, 8.0  # prior acceptance rate of a draft's first token, and its weight in drafts
-MEMORY = 0.98  # decay per round of what was observed
+MEMORY = 0.98  # decay of the observations in each round
 MARGIN = 1.2  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
-PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; bound of a round's deviation, in expected costs
-LOOKUP_PRIOR = 16.0  # prior weight of the lookup tokens' own chances, in tokens
-STEPS_KNOWN = 64.0  # prior weight of a speed of 1, in plain rounds
+PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; largest deviation of a round, in expected costs
+LOOKUP_PRIOR = 16.0  # prior weight of the proposers' chances of lookup tokens, in tokens
+STEPS_KNOWN = 64.0  # prior weight of plain decoding's speed (one token a sequence and plain round), in plain rounds
 
 
 class _ObservedRatio:
     """The recent ratio of observed to expected amounts, taken over sums because single rounds are noisy.
 
-    `known`: the prior weight, in units of the expected amount, of a ratio of 1.
+    `known`: the weight, in units of the expected amount, of the prior ratio 1.
     """
 
     def __init__(self, known: float) -> None:
@@ -41,33 +41,33 @@ class _ObservedRatio:
 
 
 class BatchDraftScheduler:
-    """The scheduler of which sequences of a batch draft another token, by Dinkelbach's method (as in `rate`).
+    """Scheduler that selects which sequences of a batch draft another token, by Dinkelbach's method as `RateOptimal`.
 
     Work that takes t seconds is worth it if its expected tokens exceed `rate` * t, where `rate` is the tokens per
-    second of decoding as many sequences: plainly, or with drafts if drafts have brought more. Drafting j more tokens
-    for k sequences takes j draft passes over k tokens, and k * j more tokens to verify. It brings each sequence's
-    chance that its next token is accepted, times 1 + l + .. + l^(j-1), l the chance that a token is right if the one
-    before it is. The sequences with the highest chances draft, as many as maximise the gain.
+    second of decoding this number of sequences: without drafts, or with drafts if those were faster. Drafting j more
+    tokens for k sequences takes j draft passes over k tokens, and k * j more tokens to verify. The expected tokens of a
+    sequence are the chance that its next token is accepted, times 1 + l + .. + l^(j-1), l the chance that a token is
+    accepted if the token before it is. The sequences with the highest chances draft, as many as maximise the gain.
 
-    The decision to draft a token is made before it is drawn, from what all sequences drew before, so sampling stays
-    exact. The `prices` were measured on short texts, so the cost of plain rounds, of draft passes and of verifying more
-    tokens is corrected by what rounds `record_duration`; the chances of lookup tokens are corrected likewise. `first`:
-    the initial chance that a draft's first token is accepted.
+    The decision to draft a token is made before that token is drawn, from tokens drawn earlier, so sampling stays
+    exact. `prices`: the costs of passes, measured on short texts; the durations of rounds (`record_duration`) therefore
+    correct the costs of plain rounds, of draft passes and of verifying more tokens. Verified lookup tokens correct the
+    chances of lookup tokens likewise. `first`: the initial chance that a draft's first token is accepted.
     """
 
     def __init__(self, prices: PassCosts, *, first: float = FIRST) -> None:
         self.prices = prices
         self._known = first
-        self._speeds: dict[int, tuple[float, float]] = {}  # by batch size: time in plain rounds, tokens of each
+        self._speeds: dict[int, tuple[float, float]] = {}  # by batch size: plain rounds' time, tokens a sequence
         self._tried = self._right = 0.0  # number of drafts, and of drafts whose first token was accepted
         self._rows, self._all, self._emitted, self._nodes, self._drafting = 0, 0, 0, 0, 0.0
-        self.later = first  # the latest chance that a token is right if the one before it is
+        self.later = first  # latest chance that a token is accepted if the token before it is
         known = PRICED * prices.verified(1)
-        # Observed over expected time of plain rounds, of draft passes, and of verifying more than a plain round does.
+        # Ratio of observed to expected time: of plain rounds, of draft passes, and of verifying drafted tokens.
         self._plain, self._passes, self._verifying = _ObservedRatio(known), _ObservedRatio(known), _ObservedRatio(known)
         self._plain_of: dict[int, _ObservedRatio] = {}  # `_plain` by number of sequences
-        # By number of sequences: seconds of verifying beyond its corrected cost, and the tokens verified. If a plain
-        # pass was measured too slow, a wider one seems to cost nothing more, and no factor corrects a cost of 0.
+        # By number of sequences: seconds of verification beyond the corrected cost, and the tokens verified. If a plain
+        # pass was measured too slow, a wider pass seems to cost nothing more, and no factor corrects a cost of 0.
         self._beyond: dict[int, tuple[float, float]] = {}
         self._lookup_ratio = _ObservedRatio(
             LOOKUP_PRIOR
@@ -106,8 +106,9 @@ class BatchDraftScheduler:
     def select_drafting(self, chances: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
         """Return the indices of the sequences that draft another token, highest chance first.
 
-        `hopes[i]`: the chance that the next token of sequence i is accepted; `later`: that a token is if the one before
-        it was. `verified`: tokens to be verified already; `most`: the most tokens that any sequence may still draft.
+        `chances[i]`: the chance that the next token of sequence i is accepted; `later`: the chance that a token is
+        accepted if the token before it is. `verified`: the number of tokens that will be verified in any case; `most`:
+        the most tokens that any sequence may still draft.
         """
         self.later = later
         order = sorted(range(len(chances)), key=lambda i: -chances[i])
@@ -127,8 +128,8 @@ class BatchDraftScheduler:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
 
         `chances[i]`: for each lookup token of sequence i, the chance that it is right if all before it are. `instead`:
-        they replace drafts, so a sequence's lookup tokens must exceed the tokens per second that drafts promise or
-        rounds bring.
+        lookup tokens replace a sequence's draft, so they must bring more tokens per second than the best draft length
+        is expected to bring, and more than `rate`.
         """
         verified, trust = len(chances), self._lookup_ratio.now
         reached = [
@@ -201,9 +202,9 @@ class BatchDraftScheduler:
     def record_draft(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
         """Record the result of a sequence's draft in this round.
 
-        `drafted`: tokens drafted one after the other, 0 for lookup tokens; `accepted` of them were accepted. `nodes`:
-        drafted or lookup tokens that were verified, all candidates counted. `emitted`: all tokens that the sequence
-        emitted.
+        `drafted`: tokens drafted one after the other, 0 for lookup tokens; `accepted`: drafted or lookup tokens that
+        were accepted. `nodes`: drafted or lookup tokens that were verified, all candidates counted. `emitted`: all
+        tokens that the sequence emitted.
         """
         self._emitted += emitted
         self._nodes += nodes

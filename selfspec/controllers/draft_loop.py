@@ -1,6 +1,6 @@
-"""One draft under a controller: the same rules for real drafting and for the search's replay.
+"""The loop that applies a controller to one draft: the same rules for real drafting and for the search's replay.
 
-Pure Python.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DraftLoop:
         self.wants = depth > 0
 
     def record(self, confidence: float, *, last: bool = False) -> bool:
-        """Record a drafted token; return whether another is wanted. `last`: it ends the sequence."""
+        """Record a drafted token; return whether to draft another. `last`: whether the token ends the sequence."""
         self.confidences.append(confidence)
         self.wants = not last and len(self.confidences) < self._depth and self._goes_on(confidence)
         return self.wants
@@ -40,7 +40,7 @@ class DraftLoop:
         return self._controller.go_on(self.confidences)
 
     def acceptance_chances(self, first: float) -> tuple[float, float]:
-        """Return the controller's `acceptance_chances`; `first`: the recent acceptance rate of first drafted tokens."""
+        """Return the controller's `acceptance_chances`; `first`: the recent acceptance rate of drafts' first tokens."""
         return self._controller.acceptance_chances(self.confidences, first)
 
     def candidates(self, most: int, *, nodes: int) -> Sequence[int]:

@@ -1,6 +1,6 @@
-"""The rate-optimal controller: drafts on, and adds candidates, while that raises the expected tokens per second.
+"""The rate-optimal controller: it drafts more tokens and candidates while the expected tokens per second rise.
 
-Pure Python.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STEPS_KNOWN = 200.0  # prior weight of the initial `rate`, in plain decode steps
 class _LearnedCurve:
     """The chances at an acceptance curve's knots, corrected by verification results.
 
-    An observation between two knots counts at both, weighted by nearness. The curve's own value counts for `strength`
-    observations. An observation's weight decays by `memory` with each later one.
+    An observation between two knots counts at both, weighted by nearness. The uncorrected value `base` counts for
+    `strength` observations. An observation's weight decays by the factor `memory` with each later observation.
     """
 
     def __init__(self, base: Sequence[float], strength: float, memory: float) -> None:
@@ -34,7 +34,7 @@ class _LearnedCurve:
         self._hits = [0.0] * len(base)
 
     def record(self, place: tuple[int, float], hit: bool) -> None:
-        """Count a hit or a miss at a place of the curve."""
+        """Count a hit or a miss at a place of the curve, as `AcceptanceCurve.place` returns it."""
         for i, weight in ((place[0], 1 - place[1]), (place[0] + 1, place[1])):
             if weight:
                 decay = self._memory**weight
@@ -52,11 +52,11 @@ class RateOptimal(Controller):
     exceed `rate` * t, where `rate` is the tokens that decoding emits in the time of a plain step.
 
     Another token: P, the chance that all tokens drafted so far are accepted, is the product of the payoff model's curve
-    `accepted` at their confidences. The next token is then accepted with chance P * following(c), c the confidence of
-    the last one. Each later token is accepted with chance l if the one before it is, l the mean of `following`. So j
-    more tokens bring P * following(c) * (1 + l + ... + l^(j-1)), and take j draft steps and j more rows to verify. Any
-    j may be the best, as the cost of a verification pass rises in steps: an expensive row may be followed by cheap
-    ones.
+    `accepted` at their confidences. The next token is then accepted with chance P * following(c), c the confidence in
+    the last drafted token. Each later token is accepted with chance l if the token before it is, l the mean of
+    `following`. So j more tokens bring P * following(c) * (1 + l + ... + l^(j-1)) expected tokens, and take j draft
+    steps and j more rows to verify. All j are considered, as the cost of a verification pass rises in steps: cheap rows
+    may follow an expensive row.
 
     Candidates: if all tokens before a position are accepted with chance P, its second candidate brings P *
     candidates[0](c) tokens, the third P * candidates[1](c), and so on. The likeliest candidates of all positions are
@@ -68,7 +68,7 @@ class RateOptimal(Controller):
 
     `rate` is at least 1, and is updated by each round's tokens. Drafting never goes on below the confidence `floor`,
     nor beyond `k_max` tokens. `strength`: how many observations the payoff model's curve counts for; `memory`: the
-    decay of an observation's weight with each later one.
+    factor by which an observation's weight decays with each later observation.
     """
 
     name: ClassVar[str] = "rate"
@@ -101,14 +101,14 @@ class RateOptimal(Controller):
         return self._next_accepted(confidences) > self.rate * self._prices[n]
 
     def _next_accepted(self, confidences: Sequence[float]) -> float:
-        """Return the chance that all tokens with these confidences and the next one are accepted."""
+        """Return the chance that all drafted tokens, which have these confidences, and the next token are accepted."""
         chance = interpolate(self._following.values, self._curve.place(confidences[-1]))
         for confidence in confidences:
             chance *= interpolate(self._accepted.values, self._curve.place(confidence))
         return chance
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
-        """Return the chances by the acceptance curve; `first` for a draft's first token."""
+        """Return the probabilities by the acceptance curve; for a draft's first token, `first`."""
         following = self._following.values
         later = min(sum(following) / len(following), 1.0)
         return self._next_accepted(confidences) if confidences else first, later
@@ -137,7 +137,7 @@ class RateOptimal(Controller):
         return counts
 
     def lookup_length(self, chances: Sequence[float]) -> int:
-        """Return the number that gains most over decoding at `rate`; 0 if none gains."""
+        """Return the number of lookup tokens that gains most over decoding at `rate`; 0 if no number gains."""
         best, taken = 0.0, 0
         tokens = reach = 1.0
         for n, chance in enumerate(chances, start=1):
@@ -173,7 +173,7 @@ class RateOptimal(Controller):
         self.rate = max(1.0, self._tokens / self._time)
 
     def with_payoff(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:
-        """Return a controller with these options that uses `payoff`, starting at `rate` if set."""
+        """Return a controller with this controller's options and `payoff`; `rate`: initial rate, None: unchanged."""
         return dataclasses.replace(self, payoff=payoff, rate=self.rate if rate is None else rate)
 
     def learnt(self) -> PayoffModel:
@@ -187,11 +187,11 @@ class RateOptimal(Controller):
 
 
 def _prices(payoff: PayoffModel, k_max: int) -> list[float]:
-    """Return, for n = 0, 1, .. drafted tokens, the cost per token of going on if the next token were sure to be right.
+    """Return, for n = 0, 1, .. drafted tokens, the cost per token of drafting on if the next token is surely right.
 
-    In plain decode steps. Drafting j more tokens takes j draft steps and a verification of j more rows. If the first of
-    the j is right, they bring 1 + l + ... + l^(j-1) tokens, l the mean chance that a token is right if the one before
-    it is. The cost is that of the best j.
+    The cost is in plain decode steps. Drafting j more tokens takes j draft steps and a verification of j more rows. If
+    the first of these j tokens is right, they bring 1 + l + ... + l^(j-1) expected tokens, l the mean chance that a
+    token is right if the token before it is. The returned cost is that of the cheapest j.
     """
     following = payoff.curve.following
     later = min(sum(following) / len(following), 1.0)

@@ -1,4 +1,4 @@
-"""The controllers that stop at a fixed draft length or at a confidence threshold. Pure Python."""
+"""The controllers that stop at a fixed draft length or at a confidence threshold. Does not import torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StaticThreshold(Controller):
 class AdaptiveThreshold(Controller):
     """Draft & Verify's adaptive draft-exiting threshold (2309.08168, section 3.3), with its flaws corrected.
 
-    After each verified draft, with a = accepted / drafted:
+    After each verified draft, with a = accepted / drafted, and m the running mean of a (`acceptance`):
 
         m <- momentum * m + (1 - momentum) * a
         threshold' = threshold + step  if m < target  else  threshold - step
@@ -100,7 +100,7 @@ class AdaptiveThreshold(Controller):
     def observe(
         self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
     ) -> None:
-        """Update the acceptance estimate and the threshold."""
+        """Update the running mean of the acceptance rate, and the threshold."""
         if not confidences:
             return
         rate = accepted / len(confidences)

@@ -1,1 +1,1 @@
-"""Trained draft modules: draft heads, bridges and adapters, their files, and how they run while drafting."""
+"""Trained draft modules: draft heads, bridges and adapters, with their files and their code for drafting."""

@@ -1,9 +1,10 @@
-"""Chimera (Zeng et al. 2402.15758): a trigram encoder, and a decoder layer over its codes and the model's streams.
+"""Chimera (Zeng et al. 2402.15758): a trigram encoder, and a decoder layer over codes and the model's hidden states.
 
-The code of a token is computed from its embedding and those of the two tokens before it. A pair has two entries in the
-layer: its stream, and one position later its token's code. For drafted tokens, the layer's output for the previous pair
-replaces the model's stream. Each draft position has a linear map of the model's last stream and the layer's output at
-the position's code.
+The encoder computes the code of a token from the embeddings of the token and of the two tokens before it. A (token,
+hidden state) pair is two entries in the decoder layer: the hidden state, and one position later the token's code. For
+drafted tokens, the layer's output for the previous pair replaces the model's hidden state. Each draft position has a
+linear map, from the model's last hidden state and the layer's output at the code of this position, to the input of the
+head over the vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from selfspec.draft_modules.decoder_head import LayerShape, OwnLayer, layer_of
 from selfspec.draft_modules.heads import Head, normed
 
-REACH = 2  # earlier tokens that a code depends on
+REACH = 2  # number of earlier tokens that the code of a token depends on
 
 
 class _State(NamedTuple):
-    """The model's last normalised stream, the last embeddings `[REACH, D]`, and the layer's last output `[1, D]`."""
+    """The model's last hidden state, normed, the last embeddings `[REACH, D]`, and the layer's last output `[1, D]`."""
 
     stream: Tensor
     tail: Tensor
@@ -31,7 +32,8 @@ class _State(NamedTuple):
 class ChimeraHead(Head):
     """A Chimera draft head.
 
-    Its tensors are the layer's under `layer.`, the encoder's `wide` and `narrow`, and `maps.k.weight` `[D, 2 D]`.
+    Its part file holds the tensors of the decoder layer (names with the prefix `layer.`), the encoder's linears `wide`
+    and `narrow`, and the map `maps.k.weight` `[D, 2 D]` of each draft position k.
     """
 
     kind = "chimera"

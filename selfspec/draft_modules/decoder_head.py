@@ -1,4 +1,4 @@
-"""Decoder layers with their own KV cache, over pairs of an embedding and a stream, for EAGLE and MTP heads."""
+"""Decoder layers with their own KV cache, over (token embedding, hidden state) pairs, for EAGLE and MTP heads."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class LayerShape:
 class OwnLayer:
     """A LLaMA decoder layer with its own KV cache.
 
-    `tensors` are by the names of its projections and norms, optionally with biases of q, k and v, and with `inv_freq`:
-    RoPE's frequencies, if they do not follow from `theta`.
+    `tensors` are the weights, under the names of the projections and norms in `transformers`' LLaMA layer, optionally
+    with biases of q, k and v. The optional tensor `inv_freq` holds RoPE's frequencies, if they do not follow from
+    `theta`. `make` creates the linears.
     """
 
     def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: LinearFactory) -> None:
@@ -51,7 +52,7 @@ class OwnLayer:
         self._slots, self._cache = 0, torch.empty(0)
 
     def reserve(self, slots: int) -> None:
-        """Grow the KV cache to at least `slots` entries of each cache row, keeping its contents."""
+        """Grow the layer's KV cache to at least `slots` entries per cache row, keeping its contents."""
         if slots <= self._slots:
             return
         s, old_slots = self.shape, self._slots
@@ -64,9 +65,10 @@ class OwnLayer:
         self._sin = torch.cat([-angles.sin(), angles.sin()], -1).to(self._dtype).unsqueeze(1)
 
     def run(self, row: int, start: int, stream: Tensor, read: Tensor, positions: slice | Tensor) -> Tensor:
-        """Return the layer's output `[n, D]` at the n entries from `start` on, which have to be reserved.
+        """Return the layer's output `[n, D]` for n tokens, whose keys and values become the entries from `start` on.
 
-        `stream` `[n, D]` is the residual stream, `read` the input of attention, and `positions` the positions.
+        The entries have to be reserved. `stream` `[n, D]` is the residual stream, `read` `[n, D or 2 D]` the input of
+        the attention projections, and `positions` are the sequence positions.
         """
         s, n, end = self.shape, len(read), start + len(read)
         heads = self._qkv(read).view(n, -1, s.head_dim)
@@ -88,11 +90,11 @@ class OwnLayer:
         return stream + self._down(F.silu(gate) * up)
 
     def last(self, streams: Tensor) -> Tensor:
-        """Return the input `[1, D]` of a head over the vocabulary: the last stream after the norm `norm`, if any."""
+        """Return the last hidden state `[1, D]` for an output head: after the layer's norm `norm`, if there is one."""
         return self.normed("norm", streams[-1:])
 
     def normed(self, name: str, x: Tensor) -> Tensor:
-        """Return `x` normalised by the norm of this name; `x` itself if the layer has no such norm."""
+        """Return `x` after the layer's norm of this name, or `x` itself if the layer has no norm of this name."""
         return normed(x, self._norms.get(name), self.shape.eps)
 
     def _causal_mask(self, n: int, end: int) -> Tensor:
@@ -100,13 +102,14 @@ class OwnLayer:
 
 
 class PairLayer(OwnLayer):
-    """A layer that reads an embedding and a stream for each pair, and outputs the next pair's stream.
+    """A decoder layer that reads a token embedding and a hidden state for each pair; it predicts the next hidden state.
 
-    Each step is skipped if its tensor is missing. The model's streams, of one or several layers side by side, are fused
-    to one (`fuse`) and normalised (`given_norm`); the layer's own streams are not. Then embedding and stream are
-    normalised (`embed_norm`, `stream_norm`), and so is the output before a head over the vocabulary (`norm`). With `fc`
-    the two become the layer's residual stream, which attention reads normalised (`input_layernorm`). Without `fc`,
-    attention reads both side by side, and its output is added to the stream (EAGLE-3).
+    The steps below name their tensors; a step whose tensor is missing is skipped. The model's hidden states, of one or
+    several concatenated layers, are mapped to `[n, D]` (`fuse`) and normed (`given_norm`). These two steps are left out
+    for the layer's own outputs, which it reads while drafting. Then embedding and hidden state are normed
+    (`embed_norm`, `stream_norm`). With `fc`, their concatenation is mapped to the layer's residual stream, which
+    attention reads normed (`input_layernorm`). Without `fc`, attention reads the concatenation, and its output is added
+    to the hidden state (EAGLE-3). The layer's output is normed before an output head reads it (`norm`).
     """
 
     def __init__(self, target: Runtime, shape: LayerShape, tensors: Mapping[str, Tensor], make: LinearFactory) -> None:
@@ -117,10 +120,10 @@ class PairLayer(OwnLayer):
         self._fc = None if fc is None else make.linear(fc, tensors.get("fc.bias"))
 
     def read(self, row: int, start: int, embedded: Tensor, streams: Tensor, *, from_target: bool) -> Tensor:
-        """Return the output streams `[n, D]` of the pairs from `start` on, from embeddings and streams of n pairs.
+        """Return the layer's outputs `[n, D]` for n pairs, which are the pairs from number `start` on.
 
-        `embedded` is `[n, D]`. `from_target`: whether `streams` `[n, D or more]` are the model's, and not the layer's
-        own.
+        `embedded` `[n, D]` are the token embeddings of the pairs, `streams` `[n, D or more]` the hidden states.
+        `from_target`: whether the hidden states are the model's; if not, they are outputs of this layer.
         """
         stream = streams
         if from_target:
@@ -134,5 +137,5 @@ class PairLayer(OwnLayer):
 
 
 def layer_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, without the prefix, as `OwnLayer` names them."""
+    """Return the tensors whose names start with `prefix`, by their names without the prefix."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""EAGLE draft heads (Li et al. 2401.15077, 2503.01840): one decoder layer that continues the model's streams."""
+"""EAGLE draft heads (Li et al. 2401.15077, 2503.01840): one decoder layer that predicts the next hidden states."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from selfspec.draft_modules.heads import Head
 
 
 class EagleHead(Head):
-    """An EAGLE draft head: one layer, which reads its own output streams for drafted tokens.
+    """An EAGLE draft head: one decoder layer, which for drafted tokens reads its own outputs as hidden states.
 
-    Its tensors are a `PairLayer`'s under `layer.`.
+    Its part file holds the tensors of a `PairLayer`, whose names have the prefix `layer.`.
     """
 
     kind = "eagle"
@@ -24,7 +24,7 @@ class EagleHead(Head):
         )
 
     def reserve(self, slots: int) -> None:
-        """Reserve `slots` pairs of each cache row."""
+        """Reserve KV cache entries for `slots` (token, hidden state) pairs in each cache row."""
         self._layer.reserve(slots)
 
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:

@@ -1,7 +1,7 @@
 """Conversion of inference engines' formats of published heads to the format of the heads' authors.
 
-`speculators` nests the layer's configuration. SGLang numbers streams by the layer that they leave, in a nested
-`eagle_config`. vLLM has its own names for Medusa's tensors.
+The library `speculators` nests the layer's configuration. SGLang numbers hidden states by the layer that outputs them,
+in a nested `eagle_config`. vLLM has different names for Medusa's tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a head's configuration as one flat dict, with streams numbered as in `ForwardOutput.hidden`."""
+    """Return a head's configuration as one flat dict, with hidden states numbered as in `ForwardOutput`."""
     nested = config.get("transformer_layer_config") or {}
     flat = {**nested, **{name: value for name, value in config.items() if name != "transformer_layer_config"}}
     layers = "eagle_aux_hidden_state_layer_ids"

@@ -1,8 +1,8 @@
-"""The base of all draft heads, which read streams of the model and compute logits over a draft vocabulary.
+"""The base class of draft heads, which read the model's hidden states and compute logits over a draft vocabulary.
 
-Pair i of a text is its token i + 1 and the model's streams at token i. A head reads the pairs of committed tokens, then
-pairs of its own: a token that it drafted, and its own state after the pair before. Each pair gives the logits of the
-token after its own.
+A head reads (token, hidden state) pairs: pair i of a text is token i + 1 and the model's hidden states at token i. It
+first reads the pairs of committed tokens. While drafting it reads pairs of a drafted token and the head's own state
+after the previous pair. From pair i the head computes the logits of token i + 2.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from selfspec.models.linears import Call
 from selfspec.models.low_precision import FusedQuantizedLinear
 from selfspec.runtime.forward import Runtime
 
-ENDLESS = 2**30
+ENDLESS = 2**30  # `places` of heads whose drafts may have any length
 WORDS = "vocabulary"  # name of the tensor with the draft vocabulary
 
 
 class LinearFactory:
-    """Factory of products of rows `[N, in]` with weights, int8 or in full precision, which counts their `bytes`."""
+    """Factory of linear layers for `[N, in]`, int8 if `low`, else in full precision; `bytes`: size of all weights."""
 
     def __init__(self, target: Runtime, *, low: bool) -> None:
         self._target, self._low = target, low
@@ -35,7 +35,7 @@ class LinearFactory:
 
     @torch.no_grad()
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Call:
-        """Return the product with a weight `[out, in]` and a bias `[out]`."""
+        """Return a linear layer with a weight `[out, in]` and a bias `[out]`, as a function of `[N, in]`."""
         if not self._low:
             self.bytes += weight.numel() * weight.element_size()
             return lambda x: F.linear(x, weight, bias)
@@ -48,13 +48,13 @@ class LinearFactory:
 
 
 class Head(ABC):
-    """A draft head loaded for a target; `low`: quantise its weights to int8. `places` is its longest draft.
+    """A draft head loaded from a part file, for a target model; `low`: quantise its weights to int8.
 
-    `layers` are the streams it reads, numbered as in `ForwardOutput.hidden`. `words` is its draft vocabulary, and
-    `token_ids` the same as Python ints. A part may have its own output heads over the vocabulary, one for all places
-    (`head.weight`, `head.bias`) or one for each (`head.0.weight`, ..); without, it uses the target's head. Raises
-    `SelfspecError` for a part of another kind or model, and if the target's head is needed but cannot be read
-    (quantised, adapted).
+    `places` is the length of its longest draft. `layers` are the hidden states that it reads, numbered as in
+    `ForwardOutput.hidden`. `words` is its draft vocabulary as a tensor, and `token_ids` the same as Python ints. The
+    part file may hold output heads over the draft vocabulary: one for all draft positions (`head.weight`, `head.bias`),
+    or one for each position (`head.0.weight`, ..); otherwise the target's head is used. Raises `SelfspecError` for a
+    part file of another kind or model, and if the target's head is needed but cannot be read (quantised, adapted).
     """
 
     kind: ClassVar[str]
@@ -82,11 +82,11 @@ class Head(ABC):
         try:
             self._begin(part.settings, take)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise SelfspecError(f"the part does not hold what a head of kind {self.kind} is made of: {error}") from None
+            raise SelfspecError(f"part file of a head of kind {self.kind}: wrong contents ({error})") from None
 
     @abstractmethod
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
-        """Set up the head from the part's tensors, which are in the target's dtype and on its device."""
+        """Set up the head from the part file's settings and tensors, which have the target's dtype and device."""
 
     @property
     def bytes(self) -> int:
@@ -94,19 +94,19 @@ class Head(ABC):
         return self._linears.bytes
 
     def reserve(self, slots: int) -> None:  # noqa: B027 (most hold nothing)
-        """Reserve `slots` pairs of each cache row."""
+        """Reserve memory for `slots` pairs in each cache row; most heads need none."""
 
     def read(self, row: int, start: int, tokens: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
-        """Read the n pairs from `start` on; return logits over `words` after the last pair, and the head's state.
+        """Read n pairs, from number `start` on; return logits over `words` after the last pair, and the head's state.
 
-        `tokens` is `[n]`, and `streams` `[n, D * number of layers]`, side by side in the order of `layers`. Pairs from
-        `start` on that were read before are overwritten.
+        `tokens` `[n]` are the tokens of the pairs; `streams` `[n, D * number of layers]` are their hidden states,
+        concatenated in the order of `layers`. Pairs from number `start` on that were read before are overwritten.
         """
         out, state = self._read(row, start, tokens, self._embedded(tokens), streams)
         return self._logits(0, out), state
 
     def draft_step(self, row: int, start: int, place: int, token: int, state: Any) -> tuple[Tensor, Any]:
-        """Return logits and state after a drafted token, the `place`-th (from 1) after the first `start` pairs."""
+        """Return logits and state after a drafted `token`, number `place` (from 1) of the draft after `start` pairs."""
         tokens = torch.tensor([token], device=self.target.device)
         out, state = self._draft_step(row, start, place, tokens, self._embedded(tokens), state)
         return self._logits(min(place, len(self._heads) - 1), out), state
@@ -117,20 +117,20 @@ class Head(ABC):
 
     @abstractmethod
     def _read(self, row: int, start: int, tokens: Tensor, embedded: Tensor, streams: Tensor) -> tuple[Tensor, Any]:
-        """Return the input `[1, D]` of the head over the vocabulary, and the state to continue from."""
+        """Return the input `[1, D]` of the output head after the last pair, and the state to continue from."""
 
     @abstractmethod
     def _draft_step(
         self, row: int, start: int, place: int, tokens: Tensor, embedded: Tensor, state: Any
     ) -> tuple[Tensor, Any]:
-        """Return the input `[1, D]` of the head over the vocabulary and the state after a drafted token `[1]`."""
+        """Return the input `[1, D]` of the output head, and the state, after a drafted token `[1]`."""
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self.target.skeleton.embed(tokens.unsqueeze(0))[0]
         return embedded.detach()  # as an embedding called as a module tracks gradients
 
     def to_full_vocabulary(self, logits: Tensor) -> Tensor:
-        """Spread logits over `words` to all tokens `[V]`, with -inf for tokens outside the draft vocabulary."""
+        """Scatter logits over `words` to all tokens `[V]`, with -inf for tokens outside the draft vocabulary."""
         every = logits.new_full((self._all,), -torch.inf)
         every[self.words] = logits
         return every
@@ -142,24 +142,27 @@ def _number(name: str) -> int:
 
 
 def head_rows(target: Runtime, words: Tensor) -> Tensor:
-    """Return rows `[len(words), D]` of the target's head. Raises `SelfspecError` if it has no plain weight."""
+    """Return the rows `[len(words), D]` of the weight of the target's head.
+
+    Raises `SelfspecError` if the head has a bias, or no floating-point weight (quantised).
+    """
     head = target.model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or getattr(head, "bias", None) is not None:
-        raise SelfspecError("the model's head is not at hand as plain weights; a trained head needs it")
+        raise SelfspecError("the model's head has no floating-point weight without a bias; a draft head needs one")
     rows: Tensor = weight.detach()[words.to(weight.device)]
     return rows
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return the RMSNorm of `x` over the last dimension; `x` itself without a weight."""
+    """Return the RMSNorm of `x` over the last dimension, or `x` itself if `weight` is None."""
     return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def make_part_file(
     kind: str, settings: dict[str, Any], tensors: dict[str, Tensor], words: Sequence[int] | None, target: Runtime
 ) -> PartFile:
-    """Return a head's part file, with matrices in 16 bits; `words` is its draft vocabulary, None for all tokens."""
+    """Return a head's part file, with matrices in 16-bit floats; `words`: its draft vocabulary (None: all tokens)."""
     of_16 = {name: torch.float16 if t.dtype == torch.float16 else torch.bfloat16 for name, t in tensors.items()}
     kinds = {name: torch.float32 if t.dim() < 2 else of_16[name] for name, t in tensors.items()}
     stored = {name: tensor.detach().to("cpu", kinds[name]) for name, tensor in tensors.items()}

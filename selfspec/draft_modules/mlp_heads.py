@@ -1,7 +1,8 @@
-"""Draft heads without attention, which draft from the model's last stream by a few products for each token.
+"""Draft heads without attention, which draft from the model's last hidden state by a few linear layers for each token.
 
 They are Medusa (Cai et al. 2401.10774), Hydra (Ankner et al. 2402.05109) and MLPSpeculator (Wertheimer et al.
-2404.19124). Each is one module; training runs it over full texts, drafting from one pair on.
+2404.19124). Each head is one `nn.Module`: training runs it over whole texts, drafting runs it from one (token, hidden
+state) pair.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ EPS = 1e-6  # epsilon of MLPSpeculator's norms
 
 
 class Steps(nn.Module):
-    """A draft network with one step for each of `places` tokens; a head over the vocabulary reads its outputs."""
+    """A draft network with one step for each of `places` drafted tokens; an output head reads each step's output."""
 
     def __init__(self, places: int) -> None:
         super().__init__()
@@ -28,20 +29,20 @@ class Steps(nn.Module):
 
     @abstractmethod
     def begin(self, stream: Tensor) -> Tensor:
-        """Return the state before the first step, from the model's normalised stream `[.., D]`."""
+        """Return the state before the first step, from the model's normed hidden states `[.., D]`."""
 
     @abstractmethod
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Return the state after step k, and the step's output `[.., D or the state's width]`.
 
-        `tokens` `[..]` and `embedded` `[.., D]` are those k tokens after the pair's own token.
+        `tokens` `[..]` are the tokens k positions after the pairs' tokens, and `embedded` `[.., D]` their embeddings.
         """
 
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
-        """Return the outputs `[B, n, D]` of the first `depth` steps, from each of n pairs on.
+        """Return the outputs `[B, n, D]` of the first `depth` steps, for drafts that start at each of n pairs.
 
-        `tokens` `[B, n + depth - 1]` are those of the pairs and those after them; `embedded` are their embeddings, and
-        `streams` `[B, n, D]` the pairs' streams.
+        `tokens` `[B, n + depth - 1]` are the tokens of the pairs and the `depth` - 1 tokens after them, `embedded` the
+        embeddings of `tokens`, and `streams` `[B, n, D]` the hidden states of the pairs.
         """
         state, out, n = self.begin(streams), list[Tensor](), streams.shape[1]
         for k in range(depth):
@@ -64,7 +65,7 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(Steps):
-    """Medusa: a head for each drafted token, all from the same stream and independent of the other drafted tokens."""
+    """Medusa: a head for each drafted token; all heads read the same hidden state, and no drafted tokens."""
 
     def __init__(self, hidden: int, places: int, blocks: int = 1) -> None:
         super().__init__(places)
@@ -73,11 +74,11 @@ class Medusa(Steps):
         )
 
     def begin(self, stream: Tensor) -> Tensor:
-        """Return the stream itself."""
+        """Return the hidden states themselves as the state."""
         return stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unchanged state, and the output of head k, whatever tokens were drafted."""
+        """Return the unchanged state, and the output of head k, which does not depend on drafted tokens."""
         return state, self.heads[k](state)
 
 
@@ -92,11 +93,11 @@ class Hydra(Steps):
         )
 
     def begin(self, stream: Tensor) -> Tensor:
-        """Return the stream itself."""
+        """Return the hidden states themselves as the state."""
         return stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stream and embeddings so far, side by side, and the output of head k."""
+        """Return the state, to which the embeddings are concatenated, and the output of head k."""
         state = torch.cat((state, embedded), -1)
         return state, self.heads[k](state)
 
@@ -104,9 +105,10 @@ class Hydra(Steps):
 class MlpSpeculatorNet(Steps):
     """MLPSpeculator: a state to which each step adds a token's embedding.
 
-    `inner` is the width of the state. `tied`: all steps share one map, norm and embedding table, except that the first
-    step has a map of its own. `tables` is the number of tokens of its own embedding tables; 0: the model's embeddings,
-    mapped to the state's width. `scaled`: whether the stream is normalised without weights first.
+    `inner`: the width of the state. `tied`: all steps share one norm and one embedding table, and all steps but the
+    first share one map of the state. `tables`: the number of tokens in the embedding tables of the head (0: no tables,
+    the model's embeddings are mapped to the state's width). `scaled`: whether the model's hidden state is first normed,
+    without weights.
     """
 
     def __init__(
@@ -126,11 +128,11 @@ class MlpSpeculatorNet(Steps):
             self.ln.append(self.ln[0] if again else ScaleShift(inner))
 
     def begin(self, stream: Tensor) -> Tensor:
-        """Return the stream, normalised and divided by sqrt(2) if `scaled`; the first step maps it to the state."""
+        """Return the state before step 0: the hidden states, normed and divided by sqrt(2) if `scaled`."""
         return F.rms_norm(stream, stream.shape[-1:], None, EPS) / math.sqrt(2) if self.scaled else stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mapped state plus the token's scaled embedding, after norm and GELU, as state and output."""
+        """Return GELU(norm(mapped state + alpha * embedding of the token)), as both the new state and the output."""
         table = self.emb[k]
         added = table(tokens if isinstance(table, nn.Embedding) else embedded)
         state = F.gelu(self.ln[k](torch.add(self.proj[k](state), added, alpha=self.alpha)))
@@ -138,19 +140,19 @@ class MlpSpeculatorNet(Steps):
 
 
 class ScaleShift(nn.Module):
-    """RMSNorm with a shift."""
+    """RMSNorm with a weight and an added bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised and shifted `x` `[.., width]`."""
+        """Return `x` `[.., width]`, normed, times `weight`, plus `bias`."""
         return normed(x, self.weight, EPS) + self.bias
 
 
 class Map(nn.Module):
-    """A linear map at inference, int8 if the head is quantised."""
+    """A linear layer at inference, int8 if the head is quantised."""
 
     def __init__(self, linear: nn.Linear, make: LinearFactory) -> None:
         super().__init__()
@@ -164,7 +166,8 @@ class Map(nn.Module):
 class StepsHead(Head):
     """A draft head that runs a `Steps` network.
 
-    Its settings are the arguments of `net`; its tensors the network's, and `given_norm.weight` for the stream.
+    Its part file holds the arguments of the network class as the setting `net`, the tensors of the network, and
+    `given_norm.weight`, the weight of the norm of the model's hidden states.
     """
 
     net: ClassVar[type[Steps]]

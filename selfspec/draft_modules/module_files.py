@@ -1,4 +1,4 @@
-"""Files of trained parts: safetensors whose metadata holds the part's kind, settings and target model."""
+"""Part files: safetensors files of a trained draft module, with its kind, settings and target model as metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMAT = "selfspec part 1"
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A trained part: its `kind`, its `settings` (any JSON), its `tensors` by name, and its target `model`."""
+    """The contents of a part file: a module's kind, its settings (any JSON), its tensors by name, its target model."""
 
     kind: str
     settings: Mapping[str, Any]
@@ -29,7 +29,7 @@ class PartFile:
     model: Identity
 
     def check(self, kind: str, model: Identity) -> None:
-        """Raise `SelfspecError` if the part is of another kind, or for another model or other weights."""
+        """Raise `SelfspecError` if the module is of another kind, or was trained for another model or other weights."""
         if self.kind != kind:
             raise SelfspecError(f"the part is of kind '{self.kind}'; expected '{kind}'")
         if difference := self.model.mismatch(model):
@@ -43,7 +43,7 @@ class PartFile:
 
 
 def write_part(path: Path, part: PartFile) -> None:
-    """Write a part atomically. Raises `SelfspecError` if the file cannot be written."""
+    """Write a part file atomically. Raises `SelfspecError` if the file cannot be written."""
     header = {
         "format": _FORMAT,
         "kind": part.kind,
@@ -54,7 +54,7 @@ def write_part(path: Path, part: PartFile) -> None:
 
 
 def read_part(path: Path) -> PartFile:
-    """Read a part. Raises `SelfspecError` if there is no such file, or it is not a trained part."""
+    """Read a part file. Raises `SelfspecError` if the file does not exist or is no part file."""
     check_file(path)
     try:
         with safe_open(path, "pt") as file:

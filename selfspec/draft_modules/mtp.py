@@ -1,7 +1,8 @@
-"""Multi-token prediction (DeepSeek-V3, 2412.19437): a decoder layer for each drafted token, each over all pairs.
+"""Multi-token prediction (DeepSeek-V3, 2412.19437): one decoder layer (module) for each drafted token.
 
-At pair i, module k (from 0) reads the token of pair i + k, and the output stream of module k - 1 at pair i; module 0
-reads the model's stream. The last pair that module k can read is therefore k pairs before the last one.
+Every module runs over all (token, hidden state) pairs. At pair i, module k (from 0) reads the token of pair i + k, and
+the output of module k - 1 at pair i; module 0 reads the model's hidden state. Of n pairs, module k can therefore read
+only the first n - k.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from selfspec.draft_modules.heads import Head
 class _State:
     """The state after `end` committed pairs and some drafted tokens.
 
-    `tails` are each module's output stream at the last committed pair it could read, empty if there was none.
-    `embedded` are the embeddings of the drafted tokens so far. `last_streams` are the last module's streams at the
-    pairs it read for them.
+    `tails` holds each module's output `[1, D]` at the last committed pair that the module could read, or `[0, D]` if
+    there was no such pair. `embedded` are the embeddings of the drafted tokens. `last_streams` are the outputs, for the
+    drafted tokens, of the module that ran last.
     """
 
     end: int
@@ -32,7 +33,10 @@ class _State:
 
 
 class MtpHead(Head):
-    """An MTP draft head with one module for each drafted token; module k is a `PairLayer` under `layers.k.`."""
+    """An MTP draft head with one module for each drafted token.
+
+    Its part file holds the tensors of module k, a `PairLayer`, under names with the prefix `layers.k.`.
+    """
 
     kind = "mtp"
 
@@ -41,10 +45,10 @@ class MtpHead(Head):
         self._modules = [
             PairLayer(self.target, shape, layer_of(tensors, f"layers.{k}."), self._linears) for k in range(self.places)
         ]
-        self._left: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by row and module: first pair, streams
+        self._left: dict[tuple[int, int], tuple[int, Tensor]] = {}  # by cache row and module: first pair, outputs
 
     def reserve(self, slots: int) -> None:
-        """Reserve `slots` pairs of each cache row."""
+        """Reserve KV cache entries of every module for `slots` pairs in each cache row."""
         for module in self._modules:
             module.reserve(slots)
 
@@ -64,7 +68,7 @@ class MtpHead(Head):
         return self._modules[0].last(left), state
 
     def _keep(self, row: int, k: int, first: int, out: Tensor) -> Tensor:
-        """Keep a module's streams from pair `first` on, and the one before for the next module; return the last."""
+        """Store the outputs of module k from pair `first` on, and the output before `first`; return the last output."""
         begun, before = self._left.get((row, k), (0, out[:0]))
         previous = before[first - 1 - begun : first - begun] if begun < first else out[:0]
         self._left[row, k] = first - len(previous), torch.cat((previous, out))

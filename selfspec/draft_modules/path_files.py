@@ -1,4 +1,4 @@
-"""Files of trained parts of draft paths: bridges over skipped layers, and updates of quantised weights."""
+"""Part files for draft paths: bridges over skipped layers, and low-rank updates of quantised weights (adapters)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATH_KINDS = ("bridge", "adapter")
 
 
 def path_part(kind: str, settings: Mapping[str, Any], trained: Trained, runtime: Runtime) -> PartFile:
-    """Return the part file of trained bridges and updates."""
+    """Return a part file of `kind` (bridge or adapter) with the trained bridges and updates for the runtime's model."""
     tensors: dict[str, Tensor] = {}
     for (first, end), bridge in trained.bridges.items():
         named = {"into": bridge.into, "onto": bridge.onto, "bias": bridge.bias}
@@ -30,7 +30,10 @@ def path_part(kind: str, settings: Mapping[str, Any], trained: Trained, runtime:
 
 
 def trained_of(runtime: Runtime, part: PartFile) -> Trained:
-    """Return a part's bridges and updates. Raises `SelfspecError` for another kind or model, and for wrong shapes."""
+    """Return the bridges and updates in a part file.
+
+    Raises `SelfspecError` for a part file of another kind or model, and for wrong names or shapes of tensors.
+    """
     if part.kind not in PATH_KINDS:
         raise SelfspecError(
             f"the part is of kind '{part.kind}'; expected one of a draft path ({', '.join(PATH_KINDS)})"

@@ -1,7 +1,9 @@
-"""Conversion of published heads to parts: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator, by authors and engines.
+"""Conversion of published heads to part files: EAGLE, EAGLE-3, Medusa, Hydra and MLPSpeculator.
+
+Heads are read in the formats of their authors and of inference engines.
 
 The kind of a head is detected from the names and shapes of its tensors, which are more reliable than its configuration.
-Pickles are loaded as tensors only.
+From pickle files only tensors are loaded.
 """
 
 from __future__ import annotations
@@ -38,14 +40,17 @@ FILES = (
 _PREFIXES = ("speculator.", "medusa_head.", "heads.")
 _NEEDLESS = re.compile(
     r"(.*\.)?(embed_tokens\.weight|input_embed_fn\.weight|t2d|inv_freq)"
-)  # the model's own, or derivable
+)  # tensors that the model has, or that follow from others
 _LAYER = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
 _ROPES = ("default", "linear", "llama3")
 Tensors = dict[str, Tensor]
 
 
 def read_published(folder: Path, target: Runtime) -> PartFile:
-    """Read a head from a checkpoint's folder. Raises `SelfspecError` for an unknown head or one of another model."""
+    """Read a published head from the folder of its checkpoint, as a part file for the model of `target`.
+
+    Raises `SelfspecError` for an unknown kind of head, or a head for a model of another size.
+    """
     if kind(folder) != "folder":
         raise SelfspecError(f"{folder} is no folder; expected the one of a published head, with its config.json")
     config, tensors = _config(folder), _tensors(folder)
@@ -56,7 +61,7 @@ def read_published(folder: Path, target: Runtime) -> PartFile:
             except KeyError as error:
                 raise SelfspecError(f"{folder}: the head has no tensor or setting {error}") from None
     raise SelfspecError(
-        f"{folder}: its tensors ({', '.join(sorted(tensors)[:3])}, ..) are those of no head that is known; "
+        f"{folder}: its tensors ({', '.join(sorted(tensors)[:3])}, ..) match no known kind of head; "
         "known: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator"
     )
 
@@ -96,11 +101,12 @@ def _part(
     target: Runtime,
     words: list[int] | None = None,
 ) -> PartFile:
-    """Return the part. Raises `SelfspecError` if `left` has tensors that a head of this kind does not use."""
+    """Return the part file of a head of kind `kind_of`.
+
+    Raises `SelfspecError` if `left`, the tensors that were not converted, has tensors that the kind should not have.
+    """
     if unknown := [name for name in left if not _NEEDLESS.fullmatch(name)]:
-        raise SelfspecError(
-            f"the head has tensors that are not known of its kind ({kind_of}): {', '.join(sorted(unknown)[:3])}"
-        )
+        raise SelfspecError(f"the head has unknown tensors for its kind ({kind_of}): {', '.join(sorted(unknown)[:3])}")
     return make_part_file(kind_of, settings, converted, words, target)
 
 
@@ -111,11 +117,11 @@ def _last_norm(target: Runtime) -> Tensor:
 def _check_width(width: int, target: Runtime) -> None:
     want = target.skeleton.sizes.hidden
     if width != want:
-        raise SelfspecError(f"the head is of a model of width {width}; this one's is {want}")
+        raise SelfspecError(f"the head is for a model of hidden size {width}; expected {want}")
 
 
 def _layer(tensors: Tensors, prefix: str) -> Tensors:
-    """Take out and return a decoder layer's matrices, and the biases of q, k and v."""
+    """Remove a decoder layer's matrices, and the biases of q, k and v, from `tensors`; return them."""
     converted = {f"layer.{name.split('.')[1]}.weight": tensors.pop(f"{prefix}{name}.weight") for name in _LAYER}
     for name in _LAYER[:3]:
         if (bias := tensors.pop(f"{prefix}{name}.bias", None)) is not None:
@@ -124,7 +130,7 @@ def _layer(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def _shape(config: Mapping[str, Any], converted: Tensors) -> dict[str, Any]:
-    """Return a layer's settings: its sizes and RoPE scaling.
+    """Return a decoder layer's settings for a part file: its sizes and RoPE scaling.
 
     If RoPE is scaled, its frequencies are added to `converted` as `layer.inv_freq`.
     """
@@ -161,7 +167,10 @@ def _shape(config: Mapping[str, Any], converted: Tensors) -> dict[str, Any]:
 
 
 def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Convert an EAGLE or EAGLE-2 head: it reads the embedding and the normalised stream; it has no output head."""
+    """Convert an EAGLE or EAGLE-2 head, which reads token embeddings and normed hidden states.
+
+    It has no output head: the model's head is used.
+    """
     converted = _layer(tensors, "layers.0.")
     converted["layer.post_attention_layernorm.weight"] = tensors.pop("layers.0.post_attention_layernorm.weight")
     for name in ("fc.weight", "fc.bias", "layers.0.input_layernorm.weight"):
@@ -174,10 +183,13 @@ def _eagle(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
 
 
 def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Convert an EAGLE-3 head: three layers' streams are fused, attention reads them and the embedding; own head."""
+    """Convert an EAGLE-3 head, which reads token embeddings and fused hidden states of three layers.
+
+    It has an output head.
+    """
     for flag in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"):
         if config.get(flag):
-            raise SelfspecError(f"the head is of a later form of EAGLE-3 ({flag}), which is not known")
+            raise SelfspecError(f"the head uses an option of later EAGLE-3 versions, {flag}, which is not supported")
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
     converted = _layer(tensors, prefix)
     for mine, theirs in (
@@ -197,7 +209,7 @@ def _eagle_3(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
     layers = [2, n // 2, n - 3] if aux_layers is None else [int(layer) for layer in aux_layers]
     if len(layers) != 3 or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] <= n:
         raise SelfspecError(
-            f"the head reads streams at layers {layers}; expected three different ones of the model's {n}"
+            f"the head reads hidden states of layers {layers}; expected three rising numbers from 0 to {n}"
         )
     converted["head.weight"] = tensors.pop("lm_head.weight")
     offsets = tensors.pop("d2t", None)
@@ -223,7 +235,7 @@ def _of_steps(
 
 
 def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
-    """Return the numbers of heads and blocks, and take out and return the blocks' linears."""
+    """Remove the linears of residual blocks from `tensors`; return the network's sizes, and the linears."""
     hidden = len(tensors[f"{prefix}0.0.linear.weight"])
     _check_width(hidden, target)
     places = len(_numbers(tensors, rf"{re.escape(prefix)}(\d+)\.0\.linear\.weight"))
@@ -234,7 +246,7 @@ def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, i
 
 
 def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Convert a Medusa head; output heads over the vocabulary are optional, one for each head or one for all (vLLM)."""
+    """Convert a Medusa head, with one output head for each draft position, one for all (vLLM), or none."""
     net, converted = _blocks(tensors, "", target)
     words = tensors.pop("token_map", None)
     for mine, theirs in [("head", "lm_head"), *((f"head.{j}", f"{j}.{net['blocks']}") for j in range(net["places"]))]:
@@ -244,7 +256,10 @@ def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
 
 
 def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Convert a Hydra head: grounded heads of blocks, each with its own output head over the vocabulary."""
+    """Convert a Hydra head: residual blocks and an output head for each draft position.
+
+    Raises `SelfspecError` for other forms of Hydra than the MLP of its configuration `mlp`.
+    """
     arch = config.get("hydra_head_arch", "mlp")
     if arch != "mlp" or "hydra_mlp.0.0.res_connection.weight" not in tensors or config.get("hidden_state_offset"):
         raise SelfspecError(
@@ -261,7 +276,7 @@ def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
 
 
 def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
-    """Convert an MLPSpeculator head; of tied tensors, the file may hold only the first."""
+    """Convert an MLPSpeculator head; the file may hold only the first copy of tied tensors."""
     places, tied = int(config["n_predict"]), bool(config.get("tie_weights", False))
     tables, inner = tensors["emb.0.weight"].shape
     hidden = tensors["proj.0.weight"].shape[1]

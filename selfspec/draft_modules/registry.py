@@ -1,4 +1,4 @@
-"""Registry of draft head kinds. A new kind is one class, and one line here."""
+"""Registry of the kinds of draft heads. A new kind needs one class, and one entry in `HEADS`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ HEADS: dict[str, type[Head]] = {
 
 
 def make_head(target: Runtime, part: PartFile, *, low: bool = True) -> Head:
-    """Return the draft head of a part, loaded for `target`. Raises `SelfspecError` if it is no head or does not fit."""
+    """Return the draft head in a part file, loaded for `target`; `low`: quantise its weights to int8.
+
+    Raises `SelfspecError` if the part file holds no head, or a head that does not fit the target.
+    """
     if part.kind not in HEADS:
         raise SelfspecError(f"the part is of kind '{part.kind}'; expected a head ({', '.join(HEADS)})")
     return HEADS[part.kind](target, part, low=low)

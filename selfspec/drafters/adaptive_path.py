@@ -1,4 +1,4 @@
-"""Drafting along a path that is chosen for each sequence while it is decoded: SWIFT and CLaSp."""
+"""Drafters that choose each sequence's skip set during decoding: SWIFT and CLaSp."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from selfspec.types.draft_path import as_path
 from selfspec.types.limits import WIDEST_DRAFT
 from selfspec.types.skip import SkipSet
 
-LONGEST = 8  # the longest draft that the estimate of a skip set's rate considers
+LONGEST = 8  # longest draft length considered when a skip set's speed is estimated
 
 
 class AdaptivePathDrafter(LayerSkipDrafter):
     """Base of drafters that choose each sequence's skip set during decoding; `start` applies until the first choice.
 
-    A choice reads only the text and the target's hidden states, before any token is drawn, so that drafted tokens
-    follow their recorded q. Raises as `LayerSkipDrafter` does.
+    A choice depends only on the text and the target's hidden states, and is made before any token of the draft is
+    drawn. So drafted tokens follow the distribution q that is recorded for verification. Raises as `LayerSkipDrafter`
+    does.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class AdaptivePathDrafter(LayerSkipDrafter):
 
     @abstractmethod
     def _choose(self, seq: SequenceState) -> SkipSet | None:
-        """Return the skip set of the sequence's next drafts; None keeps the current one."""
+        """Return the skip set for the sequence's next drafts; None: keep the current skip set."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return drafts along each sequence's own path; sequences with the same path draft in lockstep."""
+        """Return a draft along the path of each sequence; sequences with the same path draft in lockstep."""
         for seq in seqs:
             if (skip_set := self._choose(seq)) is not None:
                 self._compiled_paths[seq] = self.runtime.compile(as_path(skip_set))
         return super().propose(seqs, limits)
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence, and its path."""
+        """Forget the sequence and its path."""
         super().end(seq)
         self._compiled_paths.pop(seq, None)
 
@@ -86,7 +87,10 @@ def every_second(layers: int) -> SkipSet:
 
 @dataclass(slots=True)
 class _Study:
-    """State of a sequence's search. `idle`: trials in a row without a better set; `wait`: rounds to the next trial."""
+    """State of a sequence's search for a skip set.
+
+    `best`: the best skip set so far; `idle`: consecutive trials without a better set; `wait`: rounds to the next trial.
+    """
 
     best: SkipSet
     random: random.Random
@@ -97,14 +101,16 @@ class _Study:
 class SwiftDrafter(AdaptivePathDrafter):
     """Layer-skip drafter that searches for a better skip set during decoding (SWIFT, Xia et al. 2410.06916).
 
-    Every `every` rounds is a trial: the best set so far and a neighbour, which differs in one or two sub-layers, each
-    run over the text's last `window` tokens in one pass, with the full model's keys before each token. The set with
-    more matches between argmax and text, for its cost, is kept. The first and last layer are never skipped. After
-    `patience` trials without a better set the search ends. An unseeded sequence begins with the best set of the
-    previous one.
+    Every `every` rounds a trial compares the best skip set so far with a neighbour, which differs in one or two
+    sub-layers. Each of these two sets runs the text's last `window` tokens in one pass, in which a token attends to the
+    full model's keys and values of the tokens before it, and to itself. The set with the higher estimated tokens per
+    second is kept; the estimate uses the share of tokens whose argmax matches the text, and the cost of the set. The
+    first and last layer are never skipped. After `patience` consecutive trials without a better set the search ends. An
+    unseeded sequence begins with the best set of the previous unseeded sequence.
 
     Differences from the paper: the kept set has the highest estimated tokens per second, instead of the most matches
-    at a fixed size; both sets are compared on the same text; there is no global state, and sampling is exact.
+    at a fixed size; both sets are compared on the same text; there is no global state, and sampling is exact. Raises
+    `SelfspecError` for a `window` that no verification pass holds, and as `LayerSkipDrafter` does.
     """
 
     def __init__(
@@ -141,7 +147,7 @@ class SwiftDrafter(AdaptivePathDrafter):
             self._compiled_paths[seq] = self.runtime.compile(as_path(self._known))
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence; an unseeded one passes its best set to the next unseeded sequence."""
+        """Forget the sequence; the best set of an unseeded sequence is kept for the next unseeded sequence."""
         super().end(seq)
         study = self._studies.pop(seq, None)
         if study is not None and not seq.sampler.seeded:
@@ -180,7 +186,7 @@ class SwiftDrafter(AdaptivePathDrafter):
         )
 
     def _promise(self, seq: SequenceState, skip: SkipSet) -> float:
-        """Estimate a skip set's tokens in the time of a plain step, from its matches at the text's end."""
+        """Estimate the tokens that drafting with a skip set emits in a plain step's time, from `_matches`."""
         right, tried = self._matches(seq, skip)
         share, (attention, mlp) = (right + 1) / (tried + 2), self._shares
         cost = 1 - (attention * len(skip.attention) + mlp * len(skip.mlp)) / self.runtime.layers
@@ -191,7 +197,7 @@ class SwiftDrafter(AdaptivePathDrafter):
         return best
 
     def _matches(self, seq: SequenceState, skip: SkipSet) -> tuple[int, int]:
-        """Return how many of the text's last tokens are the path's argmax, and how many were compared."""
+        """Return how many of the text's last tokens the path's argmax predicts, and how many were compared."""
         last = len(seq.tokens) - 1
         width = min(self.window, last)
         first, device = last - width, self.runtime.device
@@ -214,7 +220,7 @@ class SwiftDrafter(AdaptivePathDrafter):
 
 
 def _shares(runtime: Runtime) -> tuple[float, float]:
-    """Return the shares of a plain step's weights in all attention and in all MLP sub-layers."""
+    """Return the shares of all attention and of all MLP sub-layers in the weights that a plain step reads."""
     s = runtime.skeleton.sizes
     attention = runtime.layers * s.hidden * s.head_dim * (2 * s.heads + 2 * s.kv_heads)
     mlp = runtime.layers * 3 * s.hidden * s.intermediate
@@ -226,8 +232,10 @@ class ClaspDrafter(AdaptivePathDrafter):
     """Layer-skip drafter that chooses the skipped layers again every `every` rounds (CLaSp, Chen et al. 2505.24196).
 
     A dynamic programme over the layers runs at the position of the last verified token. Layer by layer, for each number
-    of layers skipped so far, it keeps the choice whose hidden state has the highest cosine similarity to the full
-    model's. All choices run as the rows of one pass of width `skip` + 1.
+    of layers skipped so far, it keeps the skip set whose hidden state has the highest cosine similarity to the full
+    model's hidden state. All of these sets run as the `skip` + 1 rows of one pass. `skip`: the number of skipped
+    layers; None: half of the layers. Raises `SelfspecError` for a `skip` that the model or a verification pass cannot
+    hold, and as `LayerSkipDrafter` does.
     """
 
     def __init__(
@@ -257,7 +265,7 @@ class ClaspDrafter(AdaptivePathDrafter):
         self._rounds: dict[SequenceState, int] = {}
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Store the full model's hidden states of the last verified token, in the rounds before a new choice."""
+        """Store the full model's hidden states at the last verified token, if the next round chooses a skip set."""
         super().observe(seq, outcome)
         self._rounds[seq] = rounds = self._rounds.get(seq, -1) + 1
         if rounds % self.every == 0 and seq.remaining:
@@ -278,7 +286,10 @@ class ClaspDrafter(AdaptivePathDrafter):
         return SkipSet(layers, layers)
 
     def _programme(self, seq: SequenceState, streams: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the layers to skip; `streams` `[D]`: the full model's input to each layer and the last's output."""
+        """Return the layers to skip, by dynamic programming.
+
+        `streams`: the full model's hidden states `[D]` that enter each layer, and those that leave the last layer.
+        """
         last, width = len(seq.tokens) - 1, self.skip + 1
         place, device = last - 1, self.runtime.device
         slots = torch.arange(last, last + width, device=device).unsqueeze(0)

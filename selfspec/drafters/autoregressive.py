@@ -1,4 +1,4 @@
-"""Autoregressive drafting: a model, or a part of one, drafts a chain token by token until a controller ends it."""
+"""Autoregressive drafting: a model, a draft path or a draft head drafts token by token until a controller stops it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 @dataclass(slots=True)
 class Chain:
-    """One sequence's draft in progress. `rows`: scores `[V]` of its tokens, or the probabilities they were drawn from.
+    """One sequence's draft in progress: a token sequence without branches.
+
+    `loop`: the controller's decisions on this draft. `remaining`: the most tokens that the draft may have. `lookup`:
+    lookup tokens to verify instead of drafting. `tokens`: the drafted tokens; `rows`: for each drafted token, the
+    scores `[V]` in greedy decoding, else the probabilities `[V]` that it was drawn from; `sources`: for each drafted
+    token, the proposer that had predicted it, else the drafter's `source`. `passes`: the number of tokens in each pass.
 
     `logits` `[n, V]`: unused raw logits of the last pass, the next token's first; later rows are valid only if the
-    draft continues with the lookup tokens `lookup_tokens`. `passes`: the number of tokens in each pass. `remaining`:
-    the most tokens that the draft may have. `lookup`: lookup tokens to verify instead of a draft along the path.
-    `source`: the proposer of `lookup_tokens`; `sources`: for each drafted token, the path, or the proposer that had
-    predicted it. `streams`: final hidden states `[.., D]` before each drafted token, if a head below reads them.
-    `pass_start`: the number of tokens drafted before the last pass; `checked`: the lookup tokens in that pass;
-    `probability_bins`: the head's probability of each lookup token in tenths; `steps`: steps of the head.
+    draft continues with the tokens `lookup_tokens`, which the proposer `source` predicted.
+
+    With a draft head below a draft path: `streams`: hidden states `[.., D]` before each drafted token. `pass_start`:
+    the number of tokens drafted before the last pass. `checked`: the lookup tokens in that pass. `probability_bins`:
+    the head's probability of each lookup token, in tenths. `steps`: the number of head steps.
     """
 
     seq: SequenceState
@@ -53,7 +57,7 @@ class Chain:
     steps: int = 0
 
     def append(self, token: int, source: str) -> None:
-        """Append a token drafted by `source`; discard the lookup tokens and their logits if they predicted another."""
+        """Append a token drafted by `source`; if the next lookup token differs, discard lookup tokens and logits."""
         self.tokens.append(token)
         foreseen = bool(self.lookup_tokens) and self.lookup_tokens.pop(0) == token
         self.sources.append(self.source if foreseen else source)
@@ -62,13 +66,14 @@ class Chain:
 
 
 class ChainDrafter(ControlledDrafter):
-    """Base of drafters of one chain for each sequence, with further candidates where the controller asks for them.
+    """Base class of autoregressive drafters, which draft one token after the other for each sequence.
 
-    A pass gives the logits after each chain's last token, and after the lookup tokens that may follow it. `controller`
-    ends a draft: each seeded sequence starts a fresh copy, all other sequences share one that learns. It sees the
-    `confidence` in each drafted token. `candidates`: the maximum at each position, including the chain's own token; 1
-    drafts a chain. `partial`: whether some tokens' logits are always minus infinity. Raises `SelfspecError` for no
-    candidate, or more candidates than a verification pass holds.
+    One pass computes the logits after each draft's last token, and after the lookup tokens that may follow that token.
+    `controller` ends a draft, by the `confidence` in each drafted token: each seeded sequence gets a fresh copy, and
+    all other sequences share one controller, which learns from them all. `candidates`: the most tokens proposed at one
+    position, including the drafted token; the controller asks for further candidates where they pay. `partial`: whether
+    some tokens always have a logit of minus infinity. Raises `SelfspecError` if `candidates` is below 1, or more than a
+    verification pass holds.
     """
 
     source: str = DRAFT_PATH
@@ -86,14 +91,14 @@ class ChainDrafter(ControlledDrafter):
         super().__init__(controller, proposer_chain or ProposerChain())
         self.confidence = confidence
         self.candidates = candidates
-        self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification
+        self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification pass
 
     @abstractmethod
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Compute the raw logits after each chain's last token and after its lookup tokens, into `chain.logits`."""
+        """Compute the raw logits after each draft's last token and after its lookup tokens, into `chain.logits`."""
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return a chain for each sequence, with the further candidates that the controller asks for."""
+        """Return a draft for each sequence, with the further candidates that the controller asks for."""
         token_limits = [min(limit.depth, limit.nodes) for limit in limits]
         load = self.load if len(seqs) > 1 else None
         chains = (
@@ -112,7 +117,7 @@ class ChainDrafter(ControlledDrafter):
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
     def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
-        """Return a chain without tokens; its depth is 0 if the controller verifies the lookup tokens instead."""
+        """Return a draft without tokens; it stays empty if the controller has lookup tokens verified instead."""
         controller, proposal = self.controller_of(seq), self.look_up(seq, max_tokens)
         taken = proposal.cut(controller.lookup_length(proposal.chances))
         return Chain(
@@ -122,7 +127,7 @@ class ChainDrafter(ControlledDrafter):
     def _start_batch(
         self, seqs: Sequence[SequenceState], token_limits: Sequence[int], load: BatchDraftScheduler
     ) -> list[Chain]:
-        """Return the chain of each sequence: empty, to be drafted, or lookup tokens if `load` finds these better."""
+        """Return a draft without tokens for each sequence, or its lookup tokens where `load` expects more from them."""
         proposals = [self.look_up(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
         counts = load.lookup_lengths([proposal.chances for proposal in proposals], instead=True)
         chains = []
@@ -134,7 +139,7 @@ class ChainDrafter(ControlledDrafter):
 
     @staticmethod
     def _live(chains: Sequence[Chain], load: BatchDraftScheduler | None) -> list[Chain]:
-        """Return the chains that continue with one more pass; in a batch, `load` ends the others."""
+        """Return the drafts that take one more pass; in a batch, the scheduler `load` ends all other drafts."""
         live = [chain for chain in chains if chain.loop.wants]
         if load is None or not live:
             return live
@@ -147,7 +152,7 @@ class ChainDrafter(ControlledDrafter):
         return [chain for i, chain in enumerate(live) if i in going]
 
     def _draft(self, chain: Chain, logits: Tensor) -> None:
-        """Draft the chain's next token; end the chain if no token has a finite score."""
+        """Draft the next token; end the draft if no token has a finite score."""
         seq, sampler = chain.seq, chain.seq.sampler
         row, confidence = self._scores(chain, logits), self.confidence
         q = sampler.probs(row) if confidence.probability or not sampler.greedy else None
@@ -168,12 +173,12 @@ class ChainDrafter(ControlledDrafter):
 
     @staticmethod
     def _scores(chain: Chain, logits: Tensor) -> Tensor:
-        """Return the processed scores `[V]` of the chain's next token."""
+        """Return the processed scores `[V]` of the draft's next token."""
         prefix = ([*chain.seq.tokens, *chain.tokens] for _ in range(1))  # built only if a processor reads it
         return chain.seq.sampler.scores(logits, prefix)[0]
 
     def _drafted(self, chain: Chain, nodes: int) -> Draft:
-        """Return the finished draft of a chain, with at most `nodes` tokens."""
+        """Return the finished draft, with at most `nodes` tokens: the drafted tokens and further candidates."""
         sampler, tokens, rows = chain.seq.sampler, chain.tokens, chain.rows
         if not tokens:
             return as_draft(chain.lookup)
@@ -194,7 +199,7 @@ class ChainDrafter(ControlledDrafter):
 
 
 def _drawn(q: Tensor, token: int, count: int, seq: SequenceState, position: int) -> list[int]:
-    """Draw further tokens from `q` `[V]` without replacement, after `token`, up to `count` with it."""
+    """Draw up to `count` tokens from `q` `[V]` without replacement, the first being `token`; return all but `token`."""
     drawn = [token]
     while len(drawn) < count:
         left = q.index_fill(0, torch.tensor(drawn, device=q.device), 0)
@@ -205,7 +210,7 @@ def _drawn(q: Tensor, token: int, count: int, seq: SequenceState, position: int)
 
 
 def _likeliest(rows: Sequence[Tensor], tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Return the top-scoring tokens of each row of scores `[V]` except the drafted one: `count` - 1 tokens."""
+    """Return, for each row of scores `[V]`, the `count` - 1 top-scoring tokens other than the drafted token."""
     most = min(max(counts), len(rows[0]))
     best = torch.stack(list(rows)).topk(most).indices.tolist()
     return [

@@ -18,10 +18,10 @@ from selfspec.speculation.drafter import Drafter
 
 
 def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
-    """Let `load` schedule the drafts of a drafter and its inner drafters; None: each sequence's controller decides.
+    """Let the scheduler `load` decide on the drafts of a drafter and of the drafters inside it.
 
-    Drafters without a controller are unchanged. With a `load`, guards use measured times for all sequences of the
-    batch, also for seeded ones.
+    None: each sequence's controller decides. Drafters without a controller are unchanged. With a `load`, guards use
+    measured times for all sequences of the batch, seeded sequences included.
     """
     for inner in _inside(drafter):
         if isinstance(inner, Guard):
@@ -31,12 +31,15 @@ def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
 
 
 def chain_of(drafter: Drafter) -> ChainDrafter | None:
-    """Return the first autoregressive drafter, whose draft steps the batch costs price; None if there is none."""
+    """Return the first autoregressive drafter, whose draft passes the batch's cost model covers; None: not found."""
     return next((inner for inner in _inside(drafter) if isinstance(inner, ChainDrafter)), None)
 
 
 def runtime_of(drafter: Drafter) -> Runtime | None:
-    """Return the first layer-skip drafter's runtime, the target's or that of a `ModelDrafter`; None without one."""
+    """Return the runtime that the first layer-skip drafter runs: the target's, or a `ModelDrafter`'s draft model.
+
+    None if there is no such drafter.
+    """
     return next((inner.runtime for inner in _inside(drafter) if isinstance(inner, LayerSkipDrafter)), None)
 
 

@@ -18,13 +18,16 @@ _NOTHING = ProposerChain().new_state()
 
 
 def check_candidates(count: int) -> None:
-    """Raise `SelfspecError` for no candidate, or more candidates than a verification pass holds."""
+    """Raise `SelfspecError` if the number of candidates is below 1, or more than a verification pass holds."""
     if not 1 <= count <= WIDEST_DRAFT:
         raise SelfspecError(f"candidates {count}: expected 1 (the drafted token itself) to {WIDEST_DRAFT}")
 
 
 def as_draft(proposal: Proposal, confidence: Sequence[float] = ()) -> Draft:
-    """Return lookup tokens as a draft; `confidence`: one value a token if a controller saw the tokens, else empty."""
+    """Convert lookup tokens to a draft.
+
+    `confidence`: a value for each token if a controller decided on the tokens, else empty.
+    """
     if not proposal.tokens:
         return NO_DRAFT
     sources = [proposal.source] * len(proposal.tokens)
@@ -34,15 +37,15 @@ def as_draft(proposal: Proposal, confidence: Sequence[float] = ()) -> Draft:
 class ControlledDrafter:
     """Base of drafters with a controller and proposers.
 
-    `controller`: each seeded sequence starts a fresh copy; all other sequences share one that learns. `proposer_chain`:
-    the proposers that look up a sequence's next tokens. With a `load` and several sequences in the batch, controllers
-    only estimate acceptance chances and `load` decides which sequences draft.
+    `controller`: each seeded sequence gets a fresh copy; all other sequences share one controller, which learns from
+    them all. `proposer_chain`: the proposers that look up a sequence's next tokens. With a scheduler `load` and several
+    sequences in the batch, controllers only estimate acceptance chances, and `load` decides which sequences draft.
     """
 
     hidden: Sequence[int] = ()
     drafts = True
 
-    load: BatchDraftScheduler | None = None  # decides the drafts of the whole batch and observes its rounds
+    load: BatchDraftScheduler | None = None  # scheduler of the whole batch; None: controllers decide
 
     def __init__(self, controller: Controller, proposer_chain: ProposerChain) -> None:
         self.controller = controller
@@ -51,7 +54,7 @@ class ControlledDrafter:
         self._proposer_states: dict[SequenceState, ProposerState] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Create the sequence's proposer state, and a controller of its own if it is seeded."""
+        """Create the sequence's proposer state, and for a seeded sequence a fresh controller."""
         self._proposer_states[seq] = self.proposer_chain.new_state(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
@@ -63,7 +66,7 @@ class ControlledDrafter:
             state.finish(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Report to the controller how much of the chain was accepted, and whether another candidate was accepted."""
+        """Report to the controller how many drafted tokens were accepted, and whether a further candidate was."""
         draft, path = outcome.draft, outcome.path
         if not draft.confidence:  # no controller took part in this draft
             return
@@ -76,7 +79,7 @@ class ControlledDrafter:
         return self._own.get(seq, self.controller)
 
     def proposer_state(self, seq: SequenceState) -> ProposerState:
-        """Return the sequence's proposer state; an empty one without `begin`, as in cost measurements."""
+        """Return the sequence's proposer state; an empty state if `begin` was not called, as in cost measurements."""
         return self._proposer_states.get(seq, _NOTHING)
 
     def look_up(self, seq: SequenceState, max_tokens: int) -> Proposal:

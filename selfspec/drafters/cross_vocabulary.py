@@ -23,15 +23,16 @@ from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.draft_work import DRAFT_MODEL, Work, passes_of
 from selfspec.types.limits import WIDEST_DRAFT
 
-AT_ONCE = 8  # the most uncached tokens that the pass of the first drafted token reads; more take a pass of their own
+AT_ONCE = 8  # most uncached tokens that the first draft pass reads; more are read by a separate pass before it
 
 
 class CrossVocabularyDrafter(ChainDrafter):
     """Drafter with a draft model of another vocabulary, whose logits are restricted to the shared tokens.
 
-    Every draft begins with the text tokenised again for the draft model, whose cache keeps the keys of the unchanged
-    prefix. As q is known for every token, sampling stays exact. No token is drafted while the text ends within a
-    character, nor beyond the draft model's context length.
+    `target`: the verified model; `runtime`: the draft model; `words`: the tokens that their vocabularies share. Before
+    each draft the text is tokenised again for the draft model, whose KV cache is kept for the unchanged prefix. As q is
+    known for every token, sampling stays exact. No token is drafted while the text ends within a multi-byte character,
+    nor beyond the draft model's context length.
     """
 
     source = DRAFT_MODEL
@@ -66,7 +67,7 @@ class CrossVocabularyDrafter(ChainDrafter):
         self._texts: dict[SequenceState, list[int]] = {}  # texts of current drafts in the draft model's tokens
 
     def max_work(self, limit: Limit) -> Work:
-        """Return the work of as many passes as the draft's maximum depth, each of maximum width."""
+        """Return the work of one draft pass for each token of the deepest draft allowed, each pass of maximum width."""
         tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.proposer_chain.prices)
         return passes_of(min(widest, tokens - i) for i in range(tokens))
 
@@ -76,16 +77,16 @@ class CrossVocabularyDrafter(ChainDrafter):
         self._texts.pop(seq, None)
 
     def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
-        """Tokenise the text for the draft model; return an empty chain, its room limited to that model's context."""
+        """Tokenise the text for the draft model; return an empty draft, limited by that model's context length."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = self.words.read(seq.tokens) or []
         left = self.runtime.skeleton.context - len(text) if text else 0
         return super()._start_chain(seq, max(min(max_tokens, left), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Compute the raw logits after each chain's last token and its lookup tokens, over the target's vocabulary.
+        """Compute the raw logits after each draft's last token and its lookup tokens, over the target's vocabulary.
 
-        Tokens that are not shared have minus infinity.
+        Tokens that the vocabularies do not share get minus infinity.
         """
         texts = [self._text(chain) for chain in chains]
         self._reserve(max(map(len, texts)))
@@ -110,7 +111,10 @@ class CrossVocabularyDrafter(ChainDrafter):
         return row
 
     def _run(self, chain: Chain, text: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the position of the first uncached token, and the tokens from there on with the lookup tokens."""
+        """Return the position of the first uncached token, and the tokens from there on, then the lookup tokens.
+
+        All tokens are in the draft model's vocabulary.
+        """
         proposal = self.proposer_state(chain.seq).look_up(chain.tokens, chain.remaining - len(chain.tokens) - 1)
         chain.lookup_tokens, chain.source = (
             list(takewhile(self._target_to_draft.__contains__, proposal.tokens)),
@@ -124,16 +128,16 @@ class CrossVocabularyDrafter(ChainDrafter):
         return [*self._texts[chain.seq], *(self._target_to_draft[token] for token in chain.tokens)]
 
     def _reserve(self, length: int) -> None:
-        """Ensure cache slots for texts of that length and the rest of their drafts."""
+        """Ensure that the cache has slots for a text of `length` tokens and its draft."""
         needed = length + WIDEST_DRAFT + 2
         if self.runtime.cache.slots < needed:
             self.runtime.reserve(max(needed + length // 2, self.target.cache.slots))
-            self._cached.clear()  # growing keeps committed keys only, and this cache has none
+            self._cached.clear()  # growing keeps committed slots only, and this cache has no committed slots
 
     def _missing(self, row: int, text: Sequence[int]) -> tuple[int, list[int]]:
         """Return the position of the first uncached token in a row, and the tokens from there on.
 
-        If there are more than `AT_ONCE`, all but the last are read into the cache first.
+        If more than `AT_ONCE` tokens are uncached, all but the last token are read into the cache first.
         """
         cached = self._cached.setdefault(row, [])
         right, last = 0, min(len(cached), len(text) - 1)

@@ -19,17 +19,17 @@ from selfspec.types.confidence import PROBABILITY, Confidence
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.draft_work import DRAFT_MODEL
 
-AT_ONCE = 8  # the most uncached tokens that the pass of the first drafted token reads; more take a pass of their own
+AT_ONCE = 8  # most uncached tokens that the first draft pass reads; more are read by a separate pass before it
 
 
 class ModelDrafter(LayerSkipDrafter):
-    """Drafter with a separate draft model, which has a KV cache and a device of its own.
+    """Drafter with a separate draft model, which has its own KV cache and may run on another device.
 
     Before a draft's first token the draft model reads the tokens missing from its cache: the prompt when the sequence
-    begins, later the last token of a fully accepted draft. Keys of a prefix shared with the row's previous sequence are
-    kept. No draft exceeds the draft model's context length. `path`: the draft path of the draft model itself, such as
-    int8. If the target has a paged cache, the draft model's cache has the same number of blocks and its rows use the
-    target's block tables; each sequence is then read from its beginning.
+    begins, later the last token of a fully accepted draft. A prefix that the sequence shares with the previous sequence
+    of its cache row is not read again. No draft exceeds the draft model's context length. `path`: the draft path of the
+    draft model itself, such as int8. If the target has a paged cache, the draft model's cache has the same number of
+    blocks, and its rows use the target's block tables. Each sequence's prompt is then read from its first token on.
 
     Raises `SelfspecError` for a draft model of another vocabulary size than the target's, and as `LayerSkipDrafter`
     does.
@@ -51,7 +51,7 @@ class ModelDrafter(LayerSkipDrafter):
         ours, theirs = (model_runtime.skeleton.identity.vocabulary for model_runtime in (runtime, target))
         if ours != theirs:
             raise SelfspecError(
-                f"the draft model has {ours} tokens, the model {theirs}; expected one of the same tokenizer"
+                f"draft model: vocabulary size {ours}; expected {theirs}, the vocabulary size of the model"
             )
         own = runtime.with_new_cache(
             rows=target.rows, pool=target.cache.pool if isinstance(target.cache, PagedCache) else None
@@ -62,7 +62,7 @@ class ModelDrafter(LayerSkipDrafter):
         self.target = target
         self._cached: dict[int, list[int]] = {}  # by cache row: the cached tokens
         self._right: dict[SequenceState, int] = {}  # length of the cached prefix known to match the sequence
-        self._missing: dict[SequenceState, list[int]] = {}  # tokens that the pass reads before a chain's last token
+        self._missing: dict[SequenceState, list[int]] = {}  # tokens that the pass reads before a draft's last token
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Prefill the draft model's cache with the prompt, if it fits the context."""
@@ -85,7 +85,7 @@ class ModelDrafter(LayerSkipDrafter):
         self._missing.pop(seq, None)
 
     def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
-        """Return an empty chain, its room limited to the draft model's context."""
+        """Return a draft without tokens, limited by the draft model's context length."""
         return super()._start_chain(seq, max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
@@ -102,11 +102,11 @@ class ModelDrafter(LayerSkipDrafter):
             c.logits = [row.to(self.target.device) for row in c.logits]
 
     def _before(self, chain: Chain) -> list[int]:
-        """Return the uncached tokens before the chain's last token, `AT_ONCE` at most."""
+        """Return the uncached tokens before the draft's last token, `AT_ONCE` at most."""
         return self._missing[chain.seq]
 
     def _read(self, seq: SequenceState) -> list[int]:
-        """Read the uncached tokens but the sequence's last; up to `AT_ONCE` tokens are returned unread instead."""
+        """Read all uncached tokens except the sequence's last; if at most `AT_ONCE`, return them unread instead."""
         cached, right, last = self._cached.setdefault(seq.row, []), self._right.get(seq, 0), len(seq.tokens) - 1
         while right < min(len(cached), last) and cached[right] == seq.tokens[right]:
             right += 1

@@ -14,24 +14,26 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import DraftCall, Work
 
-SHARE, START = 0.015, 1.65  # what drafting may lose: a share of plain decoding's time, and a start in plain rounds
-FIRST_REST = 1.6  # assumed cost of the first drafted round without its draft, in plain rounds
-KNOWN, RECENT = 2, 5  # plain rounds before the first draft, and the window of their median
-DRAFTED, LATELY = 8, 3  # windows of recent rounds that estimate the next cost, and that detect a change of speed
+SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
+FIRST_REST = 1.6  # assumed time of the first drafted round, drafting excluded, in plain rounds
+KNOWN, RECENT = 2, 5  # number of plain rounds before the first draft, and of latest plain rounds in the median
+DRAFTED, LATELY = 8, 3  # numbers of latest drafted rounds: to estimate the next cost, and to detect a change of speed
 PROBE = 128  # tokens after which a plain round is due
-MOST = 20.0  # cap on a batch's slack, in plain rounds, so that old gains cannot be lost now
+MOST = 20.0  # cap on a batch's slack, in plain rounds, so that time saved long ago cannot be lost now
 CHANGED = 0.25  # relative change of verification time after which plain timings are discarded
 
 
 NOTHING = Limit(0, 0)
-UNKNOWN_WORK: Work = ((DraftCall("draft"), 1),)  # assumed work of a drafter that reports none
+UNKNOWN_WORK: Work = ((DraftCall("draft"), 1),)  # assumed if a drafter reports no work
 
 
 @dataclass(slots=True)
 class _Account:
-    """Account of a sequence (or a whole batch): time that drafting has gained, and tokens since a plain round.
+    """Account of a sequence (or a whole batch): the time that drafting has gained, and the tokens since a plain round.
 
-    `slack`: seconds by the clock, or plain rounds by the payoff model; includes `SHARE` of plain decoding's time.
+    `slack`: time gained minus time lost, plus the `SHARE` of plain decoding's time that may be lost. Its unit is
+    seconds if rounds are timed, and plain rounds if the payoff model computes their cost. `since_plain`: tokens emitted
+    since the last plain round.
     """
 
     slack: float = 0.0
@@ -40,22 +42,23 @@ class _Account:
 
 @dataclass(slots=True)
 class _Round:
-    """Current round: the sequences whose accounts are not settled yet, and the time measured so far."""
+    """The current round: its clock reading at the beginning, and the sequences in `left` whose accounts are open."""
 
     begun: float
     round_times: _RoundTimes
     left: set[SequenceState]
     drafting: float = 0.0  # seconds
-    work: Work | None = None  # of all drafts; None if nothing was drafted
+    work: Work | None = None  # work of all drafts together; None if nothing was drafted
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
 
 
 @dataclass(slots=True)
 class _RoundTimes:
-    """Recent times in seconds: plain rounds, each part of the drafting work, and drafted rounds less their drafting.
+    """Recent times in seconds: of plain rounds, of each kind of draft call, and of drafted rounds without drafting.
 
-    `sequences`: the batch size of these rounds.
+    `sequences`: the batch size of these rounds. `parts`: seconds of one call for one sequence. `rest`: seconds of a
+    drafted round minus its drafting.
     """
 
     sequences: int = 1
@@ -63,8 +66,8 @@ class _RoundTimes:
     step: float = 0.0  # median of `plain`
     parts: dict[DraftCall, deque[float]] = field(default_factory=dict)
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
-    lately: dict[int, deque[float]] = field(default_factory=dict)  # latest of `rest`, by number of drafted tokens
-    then: dict[int, float] = field(default_factory=dict)  # `rest` after the last plain round, by drafted tokens
+    lately: dict[int, deque[float]] = field(default_factory=dict)  # latest `rest`, by number of drafted tokens
+    then: dict[int, float] = field(default_factory=dict)  # first median of `lately` since the last plain round
 
     def see_plain(self, seconds: float) -> None:
         """Add the time of a plain round."""
@@ -76,9 +79,10 @@ class _RoundTimes:
     def see_drafted(self, work: Work, drafting: float, rest: float, drafted: int = 0) -> None:
         """Add the times of a drafted round: `drafting` seconds for `work`, and `rest` seconds for everything else.
 
-        The parts of the work share `drafting` in proportion to their known costs. If verification of the same number of
-        tokens changes by more than `CHANGED`, the plain timings are discarded. If `rest` is below a plain round, it
-        counts as a plain round, because a plain round has fewer rows and cannot take longer.
+        `drafting` is divided among the calls of `work` in proportion to their known costs. If `rest` for this number of
+        `drafted` tokens has changed by more than `CHANGED` since the last plain round, the plain timings are discarded.
+        If `rest` is below the time of a plain round, it is recorded as a plain round too, because a plain round has
+        fewer rows and cannot take longer.
         """
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
@@ -98,7 +102,7 @@ class _RoundTimes:
                 self.plain.clear()
 
     def part(self, part: DraftCall) -> float:
-        """Return the seconds of one call of a part for one sequence; an assumed value before the first call."""
+        """Return the seconds of one draft call for one sequence; before the first such call, of a plain round."""
         known = self.parts.get(part)
         return _second_highest(known) if known else self.step / self.sequences
 
@@ -112,23 +116,25 @@ class _RoundTimes:
 
 
 class Guard:
-    """Wrapper that limits the drafts of `drafter` so that the time lost to drafting stays within a bound.
+    """A drafter that limits the drafts of another `drafter`, so that the time lost to drafting stays within a bound.
 
         seconds lost to drafting + this round's highest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t: plain round
 
     So decoding takes at most 5% longer than plain decoding over 100 tokens, and 3% over 500, however wrong the drafts
-    are, if a plain step takes milliseconds: the guard's own 10 us a round are 2% of half a millisecond. The remainder
-    covers rounds more expensive than the earlier ones, and the guard itself. A drafted round loses its time less t for
-    each of its tokens; a plain round loses nothing. t is the median of recent plain rounds: the first two rounds, one
-    after 128 tokens without a plain round, those that the bound forces, and two after the verification time of the same
-    number of tokens has changed; verification faster than t counts as a plain round. A draft is judged by the cost of
-    its work, each part at the second highest of its recent costs. If the machine's speed varies, t follows its slower
-    times. In a batch each sequence keeps the bound, against plain rounds of the same batch size; with
-    `bound_together` the batch as a whole keeps it.
+    are, if a plain step takes milliseconds: the guard itself takes 10 us a round, which is 2% of half a millisecond.
+    The formula alone allows 3.2% and 1.8%; the remainder covers the guard, and rounds that take longer than estimated.
 
-    With a seeded sampler nothing depends on `clock`: rounds cost what `payoff` says, every verified row included, and
-    without a `payoff` nothing is bounded. `here` measures a local payoff model; `calibrate` calls it once, before the
-    first seeded sequence. Everything else is delegated to the drafter.
+    A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
+    nothing. t is the median of the latest plain rounds. Rounds are plain at the beginning (two rounds), after 128
+    tokens without a plain round, where the bound leaves no time for a draft, and after the verification time of a
+    number of tokens has changed (two rounds). If the rest of a drafted round takes less than t, that rest counts as a
+    plain round. The estimated time of a draft is the sum over its calls, each at the second highest of that call's
+    recent times. If the machine's speed varies, t follows its slower times. In a batch the bound holds for each
+    sequence, against plain rounds of the same batch size; after `bound_together` it holds for the batch as a whole.
+
+    For a seeded sequence nothing depends on `clock`: `payoff` gives the cost of a round, and without a `payoff` its
+    drafts are not limited. `measure_payoff` measures a payoff model on this machine (None: not possible); `calibrate`
+    calls `measure_payoff` once, before the first seeded sequence. All else is delegated to the drafter.
     """
 
     def __init__(
@@ -159,7 +165,7 @@ class Guard:
         return self.drafter.drafts
 
     def calibrate(self) -> None:
-        """Measure the local round costs once; raises as `here` does."""
+        """Measure the round costs on this machine, on the first call only. Raises what `measure_payoff` raises."""
         if self._measure_payoff is not None:
             self.payoff, self._measure_payoff = self._measure_payoff() or self.payoff, None
 
@@ -173,7 +179,7 @@ class Guard:
         return self.drafter.max_work(limit)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return the drafter's drafts, limited to the size that the bound allows, which may be none."""
+        """Return the drafter's drafts, limited to the size that the bound allows; a draft may be empty."""
         timed = {seq for seq in self._accounts if self._timed(seq)}
         self._round = _Round(self._clock(), self.round_times, timed) if timed else None
         seconds = self._to_spend(timed)
@@ -197,9 +203,9 @@ class Guard:
         return drafts
 
     def bound_together(self, together: bool) -> None:
-        """Bound the cost of drafting for the batch as a whole instead of for each sequence, and by the clock alone.
+        """Set whether the bound holds for the batch as a whole, by the clock alone, or for each sequence.
 
-        Seeded sequences may be timed too: under rule `match` the drafts do not affect the text.
+        If `together`, seeded sequences are timed too: under rule `match` drafts do not affect the text.
         """
         self._together = _Account() if together else None
 
@@ -250,20 +256,20 @@ class Guard:
         return Limit(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Settle the sequence's account of the round."""
+        """Add the time that the round gained or lost to the sequence's account, and let the drafter learn."""
         account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
         if not self._timed(seq):
             if self.payoff is not None:
                 took = self.payoff.cost(draft.work) + self.payoff.rounds[1 + len(draft)]
                 account.slack += (1 + SHARE) * tokens - took
-        elif self._round is not None and seq in self._round.left:  # otherwise the loop asked for no draft
+        elif self._round is not None and seq in self._round.left:  # otherwise no draft was requested
             self._settle(account, self._round, tokens)
             self._round.left.discard(seq)
         self.drafter.observe(seq, outcome)
 
     def _settle(self, account: _Account, now: _Round, tokens: int) -> None:
         round_times, first = now.round_times, now.took is None
-        share = 1.0 if self._together is None else 1 / round_times.sequences  # this sequence's share of a joint account
+        share = 1.0 if self._together is None else 1 / round_times.sequences  # a sequence's share of the batch account
         took = now.took = self._clock() - now.begun if now.took is None else now.took
         if now.work is None:
             if first:
@@ -313,5 +319,5 @@ def _median(seconds: Sequence[float] | deque[float]) -> float:
 
 
 def _second_highest(seconds: deque[float]) -> float:
-    """Return the second highest time, or the only one: one disturbed measurement must not stop drafting."""
+    """Return the second highest time, or the single time: one disturbed measurement must not stop drafting."""
     return sorted(seconds)[-min(2, len(seconds))]

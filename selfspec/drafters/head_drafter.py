@@ -1,4 +1,4 @@
-"""Draft heads that read the target's hidden states (EAGLE, Medusa and others), alone or below a draft path."""
+"""Drafting by draft heads that read the target's hidden states (EAGLE, Medusa and similar), alone or below a path."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.types.confidence import PROBABILITY, Confidence
 from selfspec.types.draft_work import Work, steps_of
 
-FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # prior chance of a lookup token, by the head's probability in tenths
-USUAL = 1.3  # prior rate of the head: tokens in the time of a path's pass over one token
+FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # prior chance to be right, by the head's probability in tenths
+USUAL = 1.3  # prior rate of the head: expected tokens in the time of a draft pass over one token
 FADING = 0.9  # decay of the average rate
 FORGETTING = 0.02  # drift of an unused head's rate towards the prior
-LIKELY = 0.8  # assumed chance of the next lookup token before the head's step computes it
+LIKELY = 0.8  # assumed chance that the head's next lookup token is right, before a head step computes it
 
 
 @dataclass(slots=True)
 class _Pairs:
-    """One sequence's unread pairs of a token and the hidden states before it; the head has read `start` earlier pairs.
+    """One sequence's pairs of a token and the hidden states before that token, as far as the head has not read them.
 
-    `state`: the head's state after the last read pair. `chances`, `mean_rate`: how well its lookup tokens did in this
-    text.
+    `start`: the number of pairs that the head has read. `state`: the head's state after the last read pair. `chances`:
+    acceptance rates of the head's lookup tokens in this text; `mean_rate`: average expected tokens of a draft pass with
+    the head's lookup tokens, in the time of a draft pass over one token.
     """
 
     start: int = 0
@@ -58,19 +59,19 @@ class HeadTexts:
         self._pairs: dict[SequenceState, _Pairs] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Start a sequence; `prefill` has the hidden states of all prompt tokens but the last."""
+        """Start a sequence; `prefill` holds the hidden states of all prompt tokens but the last."""
         self.head.reserve(self.head.target.cache.slots)
         pairs = self._pairs[seq] = _Pairs()
         if prefill.hidden:
             pairs.add(seq.tokens[1:], self.streams_of(prefill)[0])
 
     def streams_of(self, step: ForwardOutput) -> Tensor:
-        """Return the hidden states that the head reads, `[B, n, D * layers]`."""
+        """Return the hidden states of a pass that the head reads, `[B, n, D * layers]`."""
         streams = [step.hidden[layer] for layer in self.head.layers]
         return streams[0] if len(streams) == 1 else torch.cat(streams, -1)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Append the committed tokens, each with the hidden states of its parent's verification row."""
+        """Append the committed tokens, each with the hidden states of the verification row that predicted it."""
         rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
         self._pairs[seq].add(outcome.tokens, self.streams_of(outcome.step)[0, rows])
 
@@ -79,13 +80,14 @@ class HeadTexts:
         self._pairs.pop(seq, None)
 
     def get_pairs(self, seq: SequenceState) -> _Pairs | None:
-        """Return a sequence's pairs; None if the sequence did not begin here."""
+        """Return a sequence's pairs; None if `begin` was not called for the sequence."""
         return self._pairs.get(seq)
 
     def catch_up(self, seq: SequenceState, tokens: Sequence[int] = (), streams: Sequence[Tensor] = ()) -> Tensor | None:
-        """Read the sequence's unread pairs and a draft's; return the logits after them, or None without any pair.
+        """Let the head read the sequence's unread pairs, then a draft's pairs; return the logits after the last pair.
 
-        The logits cover the head's vocabulary. The draft's pairs are read again when they are committed.
+        `tokens`, `streams`: the draft's tokens, and the hidden states before each of them. The logits cover the head's
+        vocabulary; None if there is no pair to read. The draft's pairs are read again once they are committed.
         """
         pairs = self._pairs[seq]
         read, all_streams = [*pairs.tokens, *tokens], [*pairs.streams, *streams]
@@ -99,9 +101,9 @@ class HeadTexts:
         return logits
 
     def draft_step(self, seq: SequenceState, token: int, place: int, *, drafted: int = 0) -> Tensor:
-        """Return the logits over the head's vocabulary after a token that the head proposed as its `place`-th, from 1.
+        """Return the logits over the head's vocabulary after `token`, the `place`-th token (from 1) the head proposed.
 
-        The committed tokens precede the token, and then the `drafted` tokens that `catch_up` read.
+        `drafted`: the number of draft tokens that `catch_up` read, which stand before the head's tokens.
         """
         pairs = self._pairs[seq]
         logits, pairs.state = self.head.draft_step(seq.row, pairs.start + drafted, place, token, pairs.state)
@@ -109,7 +111,7 @@ class HeadTexts:
 
 
 class HeadDrafter(ChainDrafter):
-    """Drafter with a draft head, which reads the target's hidden states first and its own states after that."""
+    """Drafter with a draft head, which reads the target's hidden states at first and its own states afterwards."""
 
     partial = True
 
@@ -149,11 +151,11 @@ class HeadDrafter(ChainDrafter):
         self.texts.end(seq)
 
     def max_work(self, limit: Limit) -> Work:
-        """Return the work of as many head steps as the draft's maximum depth."""
+        """Return the work of one head step for each token of the deepest draft allowed."""
         return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Run one head step for each chain; a chain's first step reads the pairs committed since the last draft."""
+        """Run one head step for each draft; a draft's first step reads the pairs committed since the last draft."""
         for c in chains:
             if not c.tokens:
                 logits = self.texts.catch_up(c.seq)
@@ -167,9 +169,10 @@ class HeadDrafter(ChainDrafter):
 
 
 class HeadBelow:
-    """Source of a head's lookup tokens for the next pass of a draft path, which checks them beside its own token.
+    """A draft head that proposes lookup tokens, which a draft pass checks together with the token that it must read.
 
-    `prices[i]`: cost of the path's pass over i + 1 tokens relative to one token; `step`: cost of a head step.
+    `prices[i]`: cost of a draft pass over i + 1 tokens, relative to a draft pass over one token; `step`: cost of a head
+    step in the same unit.
     """
 
     def __init__(self, head: Head, prices: Sequence[float], step: float) -> None:
@@ -177,9 +180,11 @@ class HeadBelow:
         self.prices, self.step = tuple(prices), step
 
     def look_up(self, chain: Chain, other: Proposal, max_tokens: int) -> Proposal:
-        """Return at most `max_tokens` lookup tokens for the next pass; `other` if its rate reaches the head's average.
+        """Return at most `max_tokens` lookup tokens of the head for the next draft pass, or the proposal `other`.
 
-        The head proposes tokens as long as each is expected to increase the tokens per time.
+        `other`: the proposers' lookup tokens, returned if their expected tokens per time reach the head's average, or
+        if the head proposes nothing. The head proposes tokens as long as each is expected to increase the tokens per
+        time.
         """
         seq = chain.seq
         pairs = self.texts.get_pairs(seq)
@@ -227,12 +232,12 @@ class HeadBelow:
         return tokens / self.prices[len(proposal.chances)]
 
     def _pick(self, chain: Chain, predicted: Sequence[int], logits: Tensor) -> tuple[int, float] | None:
-        """Return the head's most probable token and its probability; None if the processors mask its vocabulary.
+        """Return the head's most probable token and its probability; None if processors mask all of the head's tokens.
 
-        With tied sampling it is the token that the noise selects.
+        With tied sampling and any processor, return the token that the noise selects, and its probability.
         """
         seq, head = chain.seq, self.texts.head
-        if not seq.sampler.processors:  # greedy, and nothing else
+        if not seq.sampler.processors:  # greedy decoding, or temperature 1
             index, share = best_and_share(logits)
             return head.token_ids[index], share
         logits, before = head.to_full_vocabulary(logits), [*chain.tokens, *predicted]
@@ -244,7 +249,7 @@ class HeadBelow:
         return None if taken is None else (taken.token, taken.probability)
 
     def learn(self, chain: Chain) -> None:
-        """Update the head's chances with the lookup tokens that a chain's last pass checked."""
+        """Update the head's acceptance rates by the lookup tokens that the draft's last pass checked."""
         pairs = self.texts.get_pairs(chain.seq)
         if pairs is None:
             return

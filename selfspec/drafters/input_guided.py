@@ -1,4 +1,4 @@
-"""Input-guided decoding (Ge et al. 2205.10350): draft the rest of the input for an answer that repeats the input."""
+"""Input-guided decoding (Ge et al. 2205.10350): for answers that repeat their input, draft the input's next tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ FIRST = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9, 0.95)
 
 @dataclass(slots=True)
 class _Copy:
-    """Position of an answer in its input; `next_position`: index of the next token to copy, None without an anchor."""
+    """State of copying a sequence's input (its prompt) into the answer.
+
+    `size`: the input's number of tokens. `next_position`: the input position of the next token to copy; None while no
+    anchor is found.
+    """
 
     size: int
     places: dict[int, list[int]]  # positions of each token in the input
@@ -34,9 +38,9 @@ class _Copy:
 class InputDrafter(LookupDrafter):
     """Drafter that copies the prompt, from its first token on, until `controller` ends the draft.
 
-    After a divergence the copy is anchored where the answer's last tokens occur in the prompt. The match is lengthened,
-    to 8 tokens at most, until one occurrence is left; of several, the first after the last copied token is taken.
-    Every sequence has its own anchor.
+    Where the answer diverges from the prompt, copying goes on after the prompt position, the anchor, at which the
+    answer's last tokens occur. The match is lengthened, to 8 tokens at most, until a single occurrence is left. If
+    several occurrences are left, the first after the last copied token is taken. Every sequence has its own anchor.
     """
 
     def __init__(self, controller: Controller) -> None:

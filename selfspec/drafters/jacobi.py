@@ -22,9 +22,9 @@ Start = Literal["padding", "prompt", "before"]
 
 @dataclass(slots=True)
 class _Block:
-    """Block of one sequence: positions of its start and end; `guess`: the current iterate of the tokens after the text.
+    """The current block of one sequence, at positions `begin` to `end` - 1; `prompt`: the prompt's length.
 
-    `prompt`: the prompt's length.
+    `guess`: the current iterate of the tokens after the text.
     """
 
     prompt: int
@@ -35,14 +35,17 @@ class _Block:
 
 
 class JacobiDrafter:
-    """Drafter of a block as the last pass predicted it: every pass is one Jacobi iteration over all its positions.
+    """Jacobi drafter: drafts the tokens that the last pass predicted for a block, so a pass is one Jacobi iteration.
 
-    `jacobi`: one block over the rest of the text, cut to the size of a verification pass; `gauss-seidel`: blocks of
-    `block` tokens, each converged before the next begins; `hybrid`: gauss-seidel for the first `parallel` tokens of an
-    answer, then plain decoding. Converged tokens are committed, so a block takes at most as many passes as it has
-    tokens. `start`: the initial token of an unknown position: `padding`, the lowest id of no end token;
-    `prompt`, the prompt's token at the same offset; `before`, the token one block earlier. An end-of-sequence token in
-    an unconverged block ends the draft, not the text. Raises `SelfspecError` for blocks below two tokens.
+    Methods: `jacobi` uses one block for all remaining tokens, cut to the size of a verification pass. `gauss-seidel`
+    uses blocks of `block` tokens, each converged before the next begins. `hybrid` uses gauss-seidel for the first
+    `parallel` tokens of an answer, then plain decoding. Converged tokens are committed, so a block takes at most as
+    many passes as it has tokens.
+
+    `start`: the initial token of an unknown position. `padding`: the lowest token id that is not an end-of-sequence
+    token; `prompt`: the prompt's token at the same offset; `before`: the token one block earlier. An end-of-sequence
+    token in an unconverged block ends the draft, not the text. Raises `SelfspecError` for blocks of fewer than two
+    tokens, and if `parallel` is below 1.
     """
 
     hidden: Sequence[int] = ()
@@ -72,7 +75,7 @@ class JacobiDrafter:
         return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return the current iterate of the rest of each sequence's block."""
+        """Return, for each sequence, the current iterate of its block's uncommitted positions."""
         return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -105,7 +108,7 @@ class JacobiDrafter:
         return as_draft(Proposal(tokens, (), JACOBI))
 
     def _first(self, seq: SequenceState, block: _Block, place: int) -> int:
-        """Return the initial token of an unknown position, as `start` says."""
+        """Return the initial token of an unknown position `place`, by the option `start`."""
         earlier = place - (block.end - block.begin if self.start == "before" else block.prompt)
         known = earlier < len(seq.tokens) if self.start == "before" else earlier < block.prompt
         if self.start != "padding" and earlier >= 0 and known and seq.tokens[earlier] not in seq.ends:

@@ -24,16 +24,15 @@ from selfspec.types.skip import SkipSet
 class LayerSkipDrafter(ChainDrafter):
     """Drafter along a draft path of the target, which reads the target's keys and values of all committed tokens.
 
-    Drafted tokens write their keys to cache slots that verification overwrites. `path`: a draft path, or a skip set of
-    skipped sub-layers. `controller` ends a draft: each seeded sequence starts a fresh copy, all other sequences share
-    one that learns. It sees the `confidence` in each drafted token. `candidates`: the maximum at each position,
-    including the chain's own token; 1 drafts a chain. Sequences draft in lockstep. `ahead`: proposers of lookup tokens
-    that a pass along the path checks beside its one token; the drafted tokens stay the same, in fewer passes. If the
-    controller sends lookup tokens directly to verification, that round drafts nothing along the path. `below`: a
-    draft head that proposes lookup tokens too.
+    Drafted tokens write their keys and values to cache slots that verification overwrites. All sequences of a batch
+    draft in lockstep. `path`: a draft path, or a skip set of skipped sub-layers. `controller`, `confidence` and
+    `candidates` are those of `ChainDrafter`. `proposer_chain`: proposers of lookup tokens. A pass along the path checks
+    lookup tokens together with the token that it must read, so the same tokens are drafted in fewer passes. If the
+    controller sends lookup tokens directly to verification, that round drafts nothing along the path. `below`: a draft
+    head that proposes lookup tokens too.
 
-    Raises `SelfspecError` for a path that the model does not have (`Runtime.compile`), and for no candidate or more
-    candidates than a verification pass holds.
+    Raises `SelfspecError` for a path that does not fit the model (`Runtime.compile`), and if `candidates` is below 1 or
+    more than a verification pass holds.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class LayerSkipDrafter(ChainDrafter):
         return self._compiled.native is not None
 
     def max_work(self, limit: Limit) -> Work:
-        """Return the work of as many passes as the draft's maximum depth, each of maximum width."""
+        """Return the work of one draft pass for each token of the deepest draft allowed, each pass of maximum width."""
         return self._max_work[max(min(limit.depth, limit.nodes, self._deepest), 0)]
 
     def _all_of(self, tokens: int, widest: int) -> Work:
@@ -75,13 +74,13 @@ class LayerSkipDrafter(ChainDrafter):
         return with_head_steps(passes_of(widths), 0 if self.below is None else sum(widths))
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Start the sequence, in a head below too."""
+        """Start the sequence, also in the draft head below the path, if there is one."""
         super().begin(seq, prefill)
         if self.below is not None:
             self.below.texts.begin(seq, prefill)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Report the accepted tokens to the controller, and the committed tokens to a head below."""
+        """Report the accepted tokens to the controller, and the committed tokens to a draft head below the path."""
         super().observe(seq, outcome)
         if self.below is not None:
             self.below.texts.observe(seq, outcome)
@@ -93,7 +92,7 @@ class LayerSkipDrafter(ChainDrafter):
             self.below.texts.end(seq)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
-        """Compute the raw logits after each chain's last token and after its lookup tokens, in one pass."""
+        """Compute the raw logits after each draft's last token and after its lookup tokens, in one pass."""
         placed, firsts = [], []
         for c in chains:
             proposal = self._look_up(c)
@@ -113,11 +112,11 @@ class LayerSkipDrafter(ChainDrafter):
                 c.streams.append(self.below.texts.streams_of(step)[0])
 
     def _before(self, chain: Chain) -> list[int]:
-        """Return the uncached tokens before the chain's last token: none, as the cache is the target's own."""
+        """Return the uncached tokens before the draft's last token: none, since the path reads the target's cache."""
         return []
 
     def _look_up(self, chain: Chain) -> Proposal:
-        """Return the lookup tokens that the chain's next pass checks."""
+        """Return the lookup tokens that the draft's next pass checks."""
         remaining = chain.remaining - len(chain.tokens) - 1
         if self.below is not None and chain.passes:  # keep the hidden states before tokens that were drafted
             chain.streams[-1] = chain.streams[-1][: len(chain.tokens) - chain.pass_start]

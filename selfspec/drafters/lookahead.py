@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2402.02057): one pass makes n-grams from Jacobi trajectories and verifies n-grams."""
+"""Lookahead decoding (Fu et al. 2402.02057): one pass generates n-grams by Jacobi iteration and verifies n-grams."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class _Tree:
 
 
 class LookaheadDrafter:
-    """Drafter of the pool's n-grams that begin with the last token, and of the window that makes new n-grams.
+    """Lookahead drafter: drafts the pool's n-grams that begin with the last token, and the window for new n-grams.
 
     `window` (W): columns of the window; `ngram` (N): tokens of an n-gram, so the window has N - 1 levels; `guesses`
     (G): the maximum of n-grams for one first token in the pool, and so in one draft. The token of level j in column i
-    is at position i + j after the text. It attends to level 0 up to its column, then to its own column. That attention
-    mask is a token tree, so the window is part of the draft, and its correct tokens are accepted like any draft's. Each
-    pass predicts the successors of the window's last level: they complete an n-gram in every column and are the next
-    level. If the verification pass or the text has no room for the whole window, only pool n-grams are drafted.
+    is at position i + j after the text. It attends to level 0 up to column i, then to column i. That attention
+    mask is a token tree, so the window is part of the draft, and its correct tokens are accepted as in any draft. Each
+    pass predicts the successors of the window's last level. These successors complete an n-gram in every column and
+    become the next level. If the whole window exceeds the draft's limit, only n-grams of the pool are drafted.
     Raises `SelfspecError` for sizes that no verification pass holds.
     """
 
@@ -88,7 +88,7 @@ class LookaheadDrafter:
         return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Complete an n-gram in each column with the argmax after the last level; these tokens are the next level."""
+        """Complete an n-gram in each column with the argmax after the last level, which becomes the next level."""
         own = self._own.get(seq)
         if own is None or own.last is None:
             return
@@ -138,5 +138,5 @@ class LookaheadDrafter:
         return nodes
 
     def _replace_end_token(self, seq: SequenceState, token: int) -> int:
-        """Return the token, or another one for an end-of-sequence token, which cannot have children."""
+        """Return `token`; for an end-of-sequence token, which cannot have children, another token instead."""
         return token if token not in seq.ends else next(other for other in count() if other not in seq.ends)

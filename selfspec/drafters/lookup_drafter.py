@@ -15,9 +15,10 @@ from selfspec.types.draft_work import LOOKUP_WORK, NO_WORK, Work
 
 
 class LookupDrafter(ControlledDrafter):
-    """Drafter of the lookup tokens of the proposer that expects most accepted tokens.
+    """Drafter without a draft model: drafts the lookup tokens of the proposer with the most expected right tokens.
 
-    `controller` sees each token's chance and ends the draft. Each seeded sequence starts a fresh controller.
+    `controller` ends the draft, by each lookup token's chance to be right. Each seeded sequence gets a fresh copy of
+    the controller.
     """
 
     def __init__(self, proposers: Sequence[Proposer], controller: Controller) -> None:
@@ -28,7 +29,7 @@ class LookupDrafter(ControlledDrafter):
         return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return a draft for each sequence; in a batch, `load` may shorten the drafts."""
+        """Return a draft for each sequence; in a batch, the scheduler `load` may shorten the drafts."""
         drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         if self.load is None or len(seqs) < 2:
             return drafts

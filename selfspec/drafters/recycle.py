@@ -19,19 +19,22 @@ FIRST = 0.35  # prior chance that a recycled successor is right, before the text
 
 @dataclass(slots=True)
 class _Table:
-    """Most probable successors of each token, by the last logits after it; `chances`: how often the first is right."""
+    """The most probable successors of each token, by the last logits after that token.
+
+    `chances`: how often the first successor is right.
+    """
 
     after: dict[int, list[int]] = field(default_factory=dict)
     chances: AcceptanceStats = field(default_factory=lambda: AcceptanceStats((FIRST,)))
 
 
 class RecycleDrafter(LookupDrafter):
-    """Drafter of the chain of most probable successors, with further successors as candidates at each position.
+    """Drafter of each token's most probable successor, with further successors as candidates at each position.
 
-    `controller` ends the chain and sets the number of candidates. The table is filled from the target's logits at
-    committed tokens, in decoding rounds only. A seeded sequence has a table of its own, so the table depends on its
-    text alone; all other sequences share one. `candidates`: the maximum at each position, including the chain's token.
-    Raises `SelfspecError` for no candidate, or more candidates than a verification pass holds.
+    `controller` ends the draft and sets the number of candidates. A table of successors is filled from the target's
+    logits at committed tokens, in decoding rounds only. Each seeded sequence has a separate table, which depends on its
+    text alone; all other sequences share one table. `candidates`: the most tokens proposed at one position, including
+    the first successor. Raises `SelfspecError` if `candidates` is below 1, or more than a verification pass holds.
     """
 
     def __init__(self, controller: Controller, *, candidates: int = 4) -> None:
@@ -41,13 +44,13 @@ class RecycleDrafter(LookupDrafter):
         self._shared, self._tables = _Table(), dict[SequenceState, _Table]()
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Give a seeded sequence a table of its own."""
+        """Create a separate table of successors for a seeded sequence."""
         super().begin(seq, prefill)
         if seq.sampler.seeded:
             self._tables[seq] = _Table()
 
     def end(self, seq: SequenceState) -> None:
-        """Forget the sequence's own table."""
+        """Forget the sequence, and its table if it is seeded."""
         super().end(seq)
         self._tables.pop(seq, None)
 

@@ -1,4 +1,4 @@
-"""Registry from the kind of a profile's draft to its drafter. A new kind is one file and one `register(...)` call."""
+"""Registry of drafters by the `kind` of a profile's draft. A new kind takes one file and one `register(...)` call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _MAKERS: dict[str, Callable[[Runtime, Any, Profile], Drafter]] = {}
 
 
 def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]) -> None:
-    """Register a draft kind: a profile with `draft: {kind: ...}` parses as `spec`, and `make` builds its drafter.
+    """Register a kind of draft: profiles with this `kind` are parsed as `spec`, and `make` builds their drafter.
 
     `make(runtime, spec, profile)` raises `SelfspecError` if the spec does not fit the model. Raises `SelfspecError`
     for a class without a kind, and for a kind that another class has registered.
@@ -75,7 +75,10 @@ def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]
 
 
 def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
-    """Build the drafter that a profile describes. Raises `SelfspecError` if the profile does not fit the model."""
+    """Build the drafter that a profile describes: a `Router` if the profile has alternatives (`also`).
+
+    Raises `SelfspecError` if the profile does not fit the model.
+    """
     return make_router(profile, lambda alternative: _build_drafter(runtime, alternative))
 
 
@@ -84,8 +87,9 @@ def make_guarded(
 ) -> Drafter:
     """Build the drafter that a profile describes, each alternative inside a `Guard`. Raises as `make_drafter` does.
 
-    `measure_payoff` returns the round costs measured on the runtime; the guard uses them for seeded sequences. Without
-    `measure_payoff`, the profile's costs apply.
+    `measure_payoff(runtime, profile)` measures a payoff model on this machine, which the guard uses for seeded
+    sequences. Without `measure_payoff`, or if it returns None, the guard uses the profile's costs. If the profile has
+    no costs either, the drafts of seeded sequences are not limited.
     """
 
     def guard(alternative: Profile) -> Guard:
@@ -107,7 +111,10 @@ def _build_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 
 
 def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
-    """Build a proposer for a model of that vocabulary size. Raises `SelfspecError` if its store has another size."""
+    """Build a proposer for a model with this vocabulary size (None: unknown).
+
+    Raises `SelfspecError` if the proposer's file cannot be read, or was made with another vocabulary size.
+    """
     if spec.path is None:
         return Lookup()
     if spec.kind == "answers":
@@ -118,12 +125,16 @@ def make_proposer(spec: ProposerSpec, vocabulary: int | None) -> Proposer:
 
 
 def make_proposer_chain(specs: Sequence[ProposerSpec], wider: Sequence[float], vocabulary: int | None) -> ProposerChain:
-    """Build the proposers below a draft path; `wider`: costs of its passes over 2, 3, .. tokens relative to one."""
+    """Build the proposers whose lookup tokens draft passes check.
+
+    `wider`: costs of a draft pass over 2, 3, .. tokens, relative to a draft pass over one token. `vocabulary`: the
+    model's vocabulary size; None: unknown. Raises `SelfspecError` as `make_proposer` does.
+    """
     return ProposerChain([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
-    """Build the drafter along a draft path of the model. Raises `SelfspecError` if the path does not fit the model."""
+    """Build the drafter that runs the model along a draft path. Raises `SelfspecError` if the path does not fit it."""
     wider = WIDER if profile.costs is None else profile.costs.wider
     below = None
     if spec.below is not None:
@@ -140,7 +151,10 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
 
 
 def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> DraftPath:
-    """Return a profile's draft path, with its trained modules loaded. Raises as `make_layer_skip` does."""
+    """Return a profile's draft path, after its trained modules, if any, were loaded and registered with the runtime.
+
+    Raises `SelfspecError` if the trained modules cannot be read or do not fit the model.
+    """
     if spec.trained is None:
         return spec.path
     check_unsharded(runtime.model, "a trained path")
@@ -150,7 +164,10 @@ def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> Draft
 
 
 def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> HeadDrafter:
-    """Build a draft-head drafter from a file beside the profile. Raises `SelfspecError` for another model's head."""
+    """Build the drafter of a draft head, whose file lies beside the profile.
+
+    Raises `SelfspecError` if the head was trained for another model.
+    """
     return HeadDrafter(
         _head(runtime, profile, spec.part),
         make_controller(spec.controller, profile.payoff),
@@ -168,8 +185,8 @@ def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
 def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDrafter | CrossVocabularyDrafter:
     """Build a drafter with a separate draft model: a folder beside the profile, or a model loaded by its name.
 
-    The vocabulary sizes may differ; shared tokens are then drafted. Raises `SelfspecError` as loading does, and if
-    the target's tokenizer is needed and unavailable.
+    If the two models' vocabulary sizes differ, only tokens that both tokenizers share are drafted. Raises
+    `SelfspecError` if the draft model cannot be loaded, or if the target's tokenizer is needed and unavailable.
     """
     local_folder = None if profile.folder is None else profile.folder / spec.model
     name = str(local_folder) if local_folder is not None and local_folder.is_dir() else spec.model
@@ -214,15 +231,23 @@ def _tokenizer(profile: Profile) -> Any:
     """Load the tokenizer of the model that a profile names. Raises `SelfspecError` if the tokenizer is unavailable."""
     name = profile.model.name
     if name is None:
-        raise SelfspecError("the draft model has another tokenizer, and the profile does not name the model")
+        raise SelfspecError(
+            "the draft model has another vocabulary size, so the model's tokenizer is needed; expected `model.name` in "
+            "the profile"
+        )
     try:
         return load_tokenizer(name)
     except SelfspecError as error:
-        raise SelfspecError(f"the draft model has another tokenizer than {name}; {error}") from error
+        raise SelfspecError(
+            f"the draft model has another vocabulary size, so the tokenizer of {name} is needed; {error}"
+        ) from error
 
 
 def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedDrafter:
-    """Build all drafters of a merged draft. Only draft paths get the profile's acceptance curve. Raises as they do."""
+    """Build the drafter that merges the proposals of several drafters into one token tree.
+
+    Only layer-skip drafters get the profile's acceptance curve. Raises `SelfspecError` if a drafter cannot be built.
+    """
 
     def alone(draft_spec: DraftSpec) -> Profile:
         ours = profile.acceptance if isinstance(draft_spec, LayerSkipSpec | MergedSpec) else None
@@ -232,18 +257,18 @@ def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedD
 
 
 def make_lookup_drafter(runtime: Runtime, spec: LookupSpec, profile: Profile) -> LookupDrafter:
-    """Build a lookup drafter, whose drafts cost only their verification."""
+    """Build a lookup drafter. Only the verification of its drafts takes time."""
     proposers = [make_proposer(proposer_spec, runtime.skeleton.identity.vocabulary) for proposer_spec in spec.proposers]
     return LookupDrafter(proposers, _lookup_controller(spec.controller, profile))
 
 
 def make_recycle(spec: RecycleSpec, profile: Profile) -> RecycleDrafter:
-    """Build a token-recycling drafter, whose drafts cost only their verification."""
+    """Build a token-recycling drafter. Only the verification of its drafts takes time."""
     return RecycleDrafter(_lookup_controller(spec.controller, profile), candidates=spec.candidates)
 
 
 def make_input(spec: InputSpec, profile: Profile) -> InputDrafter:
-    """Build an input-guided drafter, whose drafts cost only their verification."""
+    """Build an input-guided drafter. Only the verification of its drafts takes time."""
     return InputDrafter(_lookup_controller(spec.controller, profile))
 
 

@@ -21,9 +21,9 @@ MEMORY = 0.8  # decay of the observed time and tokens when the next sequence beg
 
 @dataclass(slots=True)
 class Route:
-    """Drafter that a router can choose; `expected`: its prior rate, in tokens for the time of a plain step.
+    """A drafter that a router can choose; `payoff`: the costs of the drafter's rounds.
 
-    `payoff` gives the costs of its rounds.
+    `expected`: the prior of the route's rate, in tokens emitted in the time of a plain step.
     """
 
     drafter: Drafter
@@ -73,7 +73,7 @@ class Router:
         return any(route.drafter.drafts for route in self.routes)
 
     def max_work(self, limit: Limit) -> Work:
-        """Return the most expensive `max_work` of the drafters, each by its own payoff model."""
+        """Return the most expensive of the drafters' `max_work`, by the payoff model of each route."""
         works = [(route.payoff, route.drafter.max_work(limit)) for route in self.routes]
         return max(works, key=lambda pair: pair[0].cost(pair[1]))[1]
 
@@ -112,7 +112,7 @@ class Router:
 
 
 def make_router(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
-    """Return `make(profile)`, or a router over all drafters if the profile has alternatives (`also`)."""
+    """Return `make(profile)`; if the profile has alternatives (`also`), a router over a drafter for each."""
     if not profile.also:
         return make(profile)
     return Router(
@@ -126,7 +126,10 @@ def make_router(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter
 
 
 def calibrate(drafter: Drafter) -> None:
-    """Let the guard of seeded sequences (the first route's) learn the local round costs, before such a sequence."""
+    """Measure this machine's round costs for the guard of the first route, which seeded sequences take.
+
+    Call `calibrate` before the first seeded sequence. A drafter without a guard is left unchanged.
+    """
     first = drafter.routes[0].drafter if isinstance(drafter, Router) else drafter
     if isinstance(first, Guard):
         first.calibrate()

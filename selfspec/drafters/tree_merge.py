@@ -64,7 +64,7 @@ class MergedDrafter:
         ]
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Report the round to each drafter, its own draft's nodes first and the rest of the tree after them."""
+        """Report the round to each drafter: nodes of that drafter's draft first, then all other nodes of the tree."""
         proposed = self._proposed.pop(seq, ()) if len(outcome.draft) else ()
         for drafter, draft in zip(self.drafters, proposed or [NO_DRAFT] * len(self.drafters), strict=True):
             drafter.observe(seq, reordered_outcome(draft, outcome))
@@ -79,10 +79,10 @@ class MergedDrafter:
 def merged(drafts: Sequence[Draft], *, drawn: bool) -> Draft:
     """Merge several drafts into one tree: equal tokens below one parent become one node, in the order of the drafts.
 
-    `drawn`: whether tokens with a row of q are verified by it (untied sampling). A drawn token stays a node of its own
-    even if another drafter proposed it too: dropping it for its value would change the output distribution. Its
-    children then hang below the first of the equal nodes, which is the likelier to be accepted. A deterministically
-    chosen token is dropped if an equal node exists.
+    `drawn`: whether tokens with a row of q are verified by it (untied sampling). Then a token drawn from q stays a
+    separate node even if another drafter proposed the same token: dropping the token because of its value would change
+    the output distribution. The children of equal nodes are attached to the first of these nodes, which is the most
+    likely to be accepted. A deterministically chosen token is dropped if an equal node exists.
     """
     drafts = [draft for draft in drafts if len(draft)]
     if len(drafts) < 2:
@@ -111,7 +111,7 @@ def merged(drafts: Sequence[Draft], *, drawn: bool) -> Draft:
 
 
 def reordered_outcome(draft: Draft, outcome: Outcome) -> Outcome:
-    """Return the round's outcome reordered for one drafter: its own draft's nodes first, then the rest of the tree.
+    """Return the round's outcome reordered for one drafter: the nodes of its `draft` first, then all other nodes.
 
     The rows of logits, hidden states and probabilities are reordered with the nodes.
     """
@@ -148,7 +148,7 @@ def reordered_outcome(draft: Draft, outcome: Outcome) -> Outcome:
 
 
 def _tree_nodes(draft: Draft, tree: Draft) -> list[int]:
-    """Return the tree node of each of the draft's nodes; -1 if it is not in the tree, as without tree support."""
+    """Return the tree node of each node of the draft; -1: not in the tree, as if the checker verifies no trees."""
     first: dict[tuple[int, int], int] = {}
     for node, key in enumerate(zip(tree.parents, tree.tokens, strict=True)):
         first.setdefault(key, node)

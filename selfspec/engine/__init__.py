@@ -1,4 +1,4 @@
-"""The engine: sequences join, take rounds together (continuous batching), and leave."""
+"""The engine: continuous batching of sequences, which join, take rounds together, and leave between rounds."""
 
 from selfspec.engine.engine import Engine
 from selfspec.engine.loop import decode

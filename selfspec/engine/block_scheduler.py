@@ -12,7 +12,7 @@ from selfspec.runtime.paged import BLOCK, PagedCache
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.limits import WIDEST_DRAFT
 
-WORTH_COPYING = 16  # slots: the least gain in shared prefix for which another row's slots are copied
+WORTH_COPYING = 16  # slots by which another row's shared prefix must be longer for it to be copied
 
 
 class CacheAllocator(Protocol):
@@ -28,13 +28,13 @@ class CacheAllocator(Protocol):
 
     @property
     def max_seq_len(self) -> int:
-        """The most tokens of one sequence, prompt and new ones, that fit without allocating more memory."""
+        """The most tokens of one sequence, prompt and new tokens, that fit without allocating more memory."""
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
-        """Give a sequence a row (`seq.row`) with slots for its tokens; return False if none is free now.
+        """Give a sequence a row (`seq.row`) with slots for its tokens; return False if too little is free now.
 
-        With `reuse` the sequence keeps the cached part of its prefix, `seq.num_cached` tokens. Raises `SelfspecError`
-        if it can never fit.
+        With `reuse`, cached keys and values of a prefix of its tokens are reused; `seq.num_cached` is set to the length
+        of that prefix. Raises `SelfspecError` if the sequence can never fit.
         """
 
     def grow(self, seq: SequenceState, slots: int) -> bool:
@@ -44,7 +44,7 @@ class CacheAllocator(Protocol):
         """Return the number of slots of the sequence."""
 
     def mark_cached(self, seq: SequenceState) -> None:
-        """Note that keys and values of more of the sequence's tokens are in the cache."""
+        """Record that keys and values of further tokens of the sequence have been cached."""
 
     def release(self, seq: SequenceState) -> None:
         """Free the sequence's slots; its cached prefix may be reused by another sequence."""
@@ -57,7 +57,7 @@ def memory_of(runtime: Runtime) -> CacheAllocator:
 
 
 class ContiguousAllocator:
-    """Contiguous rows of one length; all grow when a sequence needs more and the cache can be enlarged."""
+    """Allocator of contiguous rows of equal length; all rows grow when a sequence needs a longer row."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -70,18 +70,18 @@ class ContiguousAllocator:
 
     @property
     def free(self) -> int:
-        """Slots of the free rows."""
+        """The number of slots in rows that no sequence occupies."""
         return (self.runtime.rows - len(self._taken)) * self.runtime.cache.slots
 
     @property
     def max_seq_len(self) -> int:
-        """The length of a row, less the slots reserved for a draft."""
+        """The length of a row minus the slots reserved for a draft."""
         return self.runtime.cache.slots - WIDEST_DRAFT
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
-        """Claim the free row that reuses most and discards least, and rewind it to the reused prefix.
+        """Claim the free row whose cached tokens share most with the sequence and lose least; keep the shared prefix.
 
-        A longer cached prefix in another row is copied from that row.
+        If another row has a clearly longer shared prefix, it is copied from that row.
         """
         free = [row for row in range(self.runtime.rows) if row not in self._taken]
         if not free:
@@ -118,7 +118,7 @@ class ContiguousAllocator:
 
 
 class PagedAllocator:
-    """Blocks of one pool: a sequence has the blocks it needs now, and shares those of a common prefix."""
+    """Allocator of blocks of one pool: a sequence has the blocks that it needs now; equal prefixes share blocks."""
 
     def __init__(self, runtime: Runtime, cache: PagedCache) -> None:
         self.runtime, self._cache = runtime, cache
@@ -132,7 +132,7 @@ class PagedAllocator:
 
     @property
     def free(self) -> int:
-        """Slots of blocks that no sequence occupies, including blocks that still cache a prefix."""
+        """The number of slots in blocks that no sequence occupies, including blocks that still cache a prefix."""
         return self._blocks.free * self._blocks.size
 
     @property
@@ -147,10 +147,10 @@ class PagedAllocator:
         """
         cache, size = self._cache, self._blocks.size
         free = next((row for row in range(self.runtime.rows) if row not in self._rows.values()), None)
-        if len(seq.tokens) + seq.remaining > self.max_seq_len:
+        if len(seq.tokens) + seq.remaining - 1 > self.max_seq_len:  # the last token needs no slot
             raise SelfspecError(
-                f"{len(seq.tokens)} tokens and {seq.remaining} new ones need more than the {self.max_seq_len} places "
-                "for keys and values; give more memory, or ask for fewer tokens"
+                f"{len(seq.tokens)} tokens and {seq.remaining} new tokens do not fit the {self.max_seq_len} slots of "
+                "the KV cache; give more memory, or request fewer tokens"
             )
         if free is None:
             return False
@@ -166,7 +166,7 @@ class PagedAllocator:
         return True
 
     def grow(self, seq: SequenceState, slots: int) -> bool:
-        """Allocate the missing blocks: all of them, or none."""
+        """Allocate the missing blocks and return True; if too few are free, allocate none and return False."""
         table = self._cache.tables[seq.row]
         missing = -(-slots // self._blocks.size) - len(table)
         if missing > self._blocks.free:
@@ -179,12 +179,12 @@ class PagedAllocator:
         return len(self._cache.tables[seq.row]) * self._blocks.size
 
     def mark_cached(self, seq: SequenceState) -> None:
-        """Make the blocks that are now full available for sharing."""
+        """Make the blocks that have become full available for sharing."""
         cache = self._cache
         self._blocks.index_full(seq, seq.tokens, cache.tables[seq.row], cache.length[seq.row])
 
     def release(self, seq: SequenceState) -> None:
-        """Free the blocks, except those shared with other sequences."""
+        """Free the sequence's blocks, except blocks that other sequences share."""
         row = self._rows.pop(seq)
         self._blocks.release(self._cache.tables[row])
         self._blocks.end(seq)

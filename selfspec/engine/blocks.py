@@ -1,4 +1,4 @@
-"""The block pool: which sequences use a block, and which cached prefix it can share. Pure Python.
+"""The block pool of a paged KV cache: reference counts of blocks, and sharing of cached prefixes. Pure Python.
 
 As in vLLM's automatic prefix caching (Kwon et al. 2309.06180): a full block is identified by a digest of all tokens up
 to its end. It stays cached after its last sequence has left, until it is needed for other tokens.
@@ -17,7 +17,7 @@ _START = b""
 
 
 class BlockPool:
-    """`total` blocks of `size` slots with reference counts: the number of sequences that use a block; 0: free."""
+    """A pool of `total` blocks of `size` slots, each with a reference count: the number of sequences that use it."""
 
     def __init__(self, total: int, size: int) -> None:
         self.total, self.size = total, size
@@ -48,7 +48,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> list[int]:
-        """Increment the reference count of each block."""
+        """Increment the reference count of each block; return the blocks as a list."""
         for block in blocks:
             if not self._count[block]:
                 del self._evictable[block]
@@ -56,7 +56,7 @@ class BlockPool:
         return list(blocks)
 
     def take(self, number: int) -> list[int]:
-        """Allocate `number` free blocks, uncached ones first. Raises `SelfspecError` if fewer are free."""
+        """Allocate `number` free blocks, uncached blocks first. Raises `SelfspecError` if fewer blocks are free."""
         if number > self.free:
             raise SelfspecError(f"{number} blocks of the pool are needed, {self.free} are free")
         taken = list[int]()
@@ -71,7 +71,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference counts; a text's last blocks are evicted first, as prefixes are shared."""
+        """Decrement the reference counts; a sequence's last blocks are evicted first, as prefixes are shared."""
         for block in reversed(blocks):
             self._count[block] -= 1
             if not self._count[block]:
@@ -81,11 +81,15 @@ class BlockPool:
                     self._blank.append(block)
 
     def begin(self, holder: Hashable, shared: int) -> None:
-        """Register a sequence whose first `shared` full blocks were cached already."""
+        """Register the sequence `holder`, whose first `shared` full blocks were cached already."""
         self._ends[holder] = [_START] * shared
 
     def index_full(self, holder: Hashable, tokens: Sequence[int], table: Sequence[int], length: int) -> None:
-        """Index the blocks that became full, now that the keys of the first `length` tokens are cached."""
+        """Index the blocks of `table` that became full, so that other sequences can share them.
+
+        `tokens`: the sequence's tokens, of which the first `length` have their keys and values cached. `table`: the
+        sequence's blocks in order.
+        """
         ends = self._ends[holder]
         full = length // self.size
         if full <= len(ends):

@@ -1,4 +1,4 @@
-"""The engine: sequences join, take rounds together, and leave between rounds."""
+"""The engine: continuous batching of sequences, which join, take rounds together, and leave between rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 @dataclass(slots=True)
 class _Prefill:
-    """The prefill of one sequence: its passes so far, and whether the first round is a plain decode step."""
+    """The prefill of one sequence: the outputs of its passes, and whether the first round is a plain decode step."""
 
     first_plain: bool
     passes: list[ForwardOutput] = field(default_factory=list)
@@ -36,10 +36,11 @@ class Engine:
     With `reuse` a joining sequence prefills only what follows its longest cached prefix. That prefix may come from a
     sequence of this engine, or from an earlier engine with `reuse`. An engine without `reuse` clears the cache.
 
-    Each sequence has a cache row of its own and emits the tokens that it would emit alone. If the cache is a pool of
-    blocks, the most recently admitted sequence is preempted when blocks run out. It is then in `preempted`, and
-    continues where it was once it has joined again. Entering raises `BusyError` while the runtime has a stream. An
-    exception in a round leaves the runtime usable; the engine must then be closed, which ends its remaining sequences.
+    Each sequence has a separate cache row and emits the tokens that it would emit alone. If the cache is paged, the
+    most recently admitted sequence is preempted when blocks run out. The preempted sequence is put into `preempted`,
+    and continues where it was once it has joined again. Entering raises `BusyError` while another generation uses the
+    runtime. An exception in a round leaves the runtime usable; the engine must then be closed, which ends its remaining
+    sequences.
     """
 
     def __init__(self, runtime: Runtime, drafter: Drafter, *, reuse: bool = False) -> None:
@@ -67,7 +68,7 @@ class Engine:
 
     @property
     def running(self) -> Sequence[SequenceState]:
-        """The sequences that take rounds: prefilled, and not yet left."""
+        """The sequences that take rounds: those whose prefill is finished, and that have not left."""
         return tuple(self._running)
 
     @property
@@ -76,7 +77,7 @@ class Engine:
         return tuple(self._prefilling)
 
     def join(self, seq: SequenceState, *, first_plain: bool = False) -> None:
-        """Admit a sequence and prefill its prompt without the last token, which its first round reads.
+        """Admit a sequence and prefill all of its prompt but the last token, which the first round reads.
 
         With `first_plain` its first round drafts nothing, so that TTFT equals plain decoding's. Raises `SelfspecError`
         if no row is free, or no cache can be allocated for its length.
@@ -90,16 +91,16 @@ class Engine:
 
         Raises `SelfspecError` if no cache can ever be allocated for its length.
         """
-        # A drafter that reads the prompt's residual streams needs those of all its tokens.
+        # A drafter that reads hidden states needs those of all prompt tokens, so no prefix may be skipped.
         if not self.memory.claim(seq, reuse=self.reuse and not self.drafter.hidden):
             return False
         self._prefilling[seq] = _Prefill(first_plain)
         return True
 
     def prefill(self, seq: SequenceState, max_tokens: int | None = None) -> int:
-        """Prefill at most `max_tokens` tokens of an admitted sequence; return how many are left.
+        """Prefill at most `max_tokens` tokens (None: all) of an admitted sequence; return how many tokens are left.
 
-        The sequence takes rounds once none is left.
+        Once no token is left, the sequence takes rounds.
         """
         state, cache = self._prefilling[seq], self.runtime.cache
         start, last = cache.length[seq.row], len(seq.tokens) - 1
@@ -119,7 +120,7 @@ class Engine:
         return last - end
 
     def leave(self, seq: SequenceState) -> None:
-        """End a sequence now; its tokens stay as they are. A sequence that ended by itself has left already."""
+        """Remove a sequence that has not ended; its tokens stay as they are. A sequence that ended has left already."""
         begun = seq not in self._prefilling
         if begun:
             self._running.remove(seq)
@@ -148,7 +149,7 @@ class Engine:
         """Return each sequence's draft limit in this round, by its remaining tokens and its cache slots.
 
         Sequences are served in order of admission. If a sequence lacks a slot for a committed token, the most recently
-        admitted one is preempted.
+        admitted sequence is preempted.
         """
         limits: dict[SequenceState, Limit] = {}
         for seq in self.running:

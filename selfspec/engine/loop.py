@@ -25,10 +25,10 @@ def decode(
     """Decode one sequence, a round at a time; each yielded `Outcome` holds the tokens that the round emitted.
 
     Ends at an end-of-sequence token, when `seq.remaining` is 0, or when `stop` returns True; no token is emitted after
-    that. `stop` is called once for each emitted token in order. `rule` and `stop` replace the sequence's own. With
-    `first_plain` the first round drafts nothing, so that TTFT equals plain decoding's. With `reuse` only what follows
-    the longest cached prefix is prefilled; the prefix comes from the last sequence with `reuse`. Raises `BusyError`
-    while the runtime has a stream.
+    that. `stop` is called once for each emitted token in order. `rule` and `stop`, if set, replace `seq.rule` and
+    `seq.stop`. With `first_plain` the first round drafts nothing, so that TTFT equals plain decoding's. With `reuse`,
+    a cached prefix, left by an earlier sequence with `reuse`, is not prefilled again. Raises `BusyError` while another
+    generation uses the runtime.
     """
     seq.rule, seq.stop = rule or seq.rule, stop or seq.stop
     with Engine(runtime, drafter, reuse=reuse) as engine:

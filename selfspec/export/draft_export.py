@@ -1,4 +1,4 @@
-"""The kinds of drafts that engines distinguish: n-gram lookup, the model's own sub-layers, another model, a head."""
+"""The kinds of drafts that engines distinguish: n-gram lookup, the target's sub-layers, a draft model, a draft head."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from selfspec.types.draft_path import DraftPath
 
 @dataclass(frozen=True, slots=True)
 class LookupDraft:
-    """Prompt lookup; `answers`: earlier answers are looked up too."""
+    """Drafts by n-gram lookup in prompt and output; `answers`: whether also in earlier answers."""
 
     answers: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Sublayers:
-    """The model's own sub-layers along a draft path, with the whole vocabulary."""
+    """Drafts by the target's sub-layers along a draft path, with logits over the whole vocabulary."""
 
     path: DraftPath
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A separate draft model, by its specification."""
+    """Drafts by a separate model, the draft model that `spec` names."""
 
     spec: ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedHead:
-    """A trained draft head; `places`: its longest draft, in tokens."""
+    """Drafts by a trained draft head, stored in `part`; `places`: the longest draft, in tokens."""
 
     part: PartFile
     places: int
@@ -46,7 +46,7 @@ class TrainedHead:
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedDraft:
-    """A draft method that no engine has: its `kind` in profiles, and what an engine could run instead."""
+    """Drafts that no other engine can run; `kind`: their kind in profiles; `instead`: a similar kind, for messages."""
 
     kind: str
     instead: str
@@ -62,13 +62,16 @@ _INSTEAD = {
     "lookahead": _LOOKUP,
     "swift": _LAYER_SET,
     "clasp": _LAYER_SET,
-    "merged": "one of its drafters, in a profile of its own",
+    "merged": "one of the merged drafters, in a separate profile",
 }
-_FAR = 2**16  # draft length, in tokens: longer than any engine drafts
+_FAR = 2**16  # tokens; stands for no limit on the draft length
 
 
 def drafts_of(profile: Profile) -> Drafts:
-    """Return how a profile drafts. Raises `SelfspecError` if it drafts nothing or has several draft methods."""
+    """Return the kind of drafts that a profile describes.
+
+    Raises `SelfspecError` if the profile drafts nothing, has several draft methods, or has a path with a trained part.
+    """
     if not profile.drafts:
         raise SelfspecError("the profile drafts nothing, so there is nothing to export")
     if profile.also:
@@ -85,15 +88,18 @@ def drafts_of(profile: Profile) -> Drafts:
     if isinstance(spec, LayerSkipSpec):
         if spec.trained is not None:
             raise SelfspecError(
-                f"the profile's path has a trained part ({spec.trained}), which no engine runs; "
-                "export the profile that it was trained for"
+                f"the profile's path has a trained part ({spec.trained}), which no other engine can run; "
+                "expected the profile without it, from which the part was trained"
             )
         return Sublayers(spec.model_copy(update={"vocabulary": None}).path)
     return UnsupportedDraft(spec.kind, _INSTEAD.get(spec.kind, _LOOKUP))
 
 
 def with_fixed_length(profile: Profile, tokens: int) -> Profile:
-    """Return the profile with chains of `tokens` tokens and no lookup tokens or candidates beside, as engines draft."""
+    """Return the profile with drafts as other engines make them: always `tokens` tokens, in a sequence.
+
+    Candidates, additional lookup tokens, retrieval stores, confidences and draft vocabularies are removed.
+    """
     spec = profile.draft
     update: dict[str, object] = {"candidates": 1, "proposers": None, "confidence": None, "vocabulary": None}
     if isinstance(spec, LookupSpec):

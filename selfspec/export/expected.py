@@ -1,7 +1,8 @@
-"""The draft length that an engine should use, and the acceptance to expect from it.
+"""The draft length that an engine should use, and the acceptance to expect at that length.
 
-Both come from a rehearsal of the engine's drafts. A draft path is replayed on its own keys, which an engine's draft
-model has too; any other drafter decodes with a fixed draft length. Without a rehearsal both come from the profile.
+Both are measured by a rehearsal, a test run of the engine's drafts. To rehearse a draft path, drafts along the path are
+replayed with a separate KV cache, as the engine's draft model has one, too; any other drafter decodes with a fixed
+draft length. Without a rehearsal both are estimated from the profile.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.stats import Stats
 
-MOST = 12  # longest draft length that is considered
-UNKNOWN = 3  # draft length if nothing is known
+MOST = 12  # longest draft length, in tokens, that is considered
+UNKNOWN = 3  # draft length, in tokens, if the acceptance is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Draft length, acceptance rate and acceptance length, and the source of the figures.
+    """The expected draft length, acceptance rate and acceptance length.
 
-    `tokens`: the draft length; None if a controller decides. `acceptance`: the share of drafted tokens accepted.
-    `per_pass`: tokens per target pass. Both are None if unknown.
+    `tokens`: the draft length; None if a controller decides when a draft stops. `acceptance`: the share of drafted
+    tokens that are accepted; None if unknown. `per_pass`: tokens per target pass; None if unknown. `source`: a text
+    that tells where the figures come from.
     """
 
     tokens: int | None
@@ -45,10 +47,10 @@ class Expected:
 
     @property
     def summary(self) -> str:
-        """The figures as a sentence."""
-        drafts = "drafts that a controller ends" if self.tokens is None else f"{self.tokens} tokens a draft"
+        """The figures and their source in one line of text."""
+        drafts = "drafts ended by a controller" if self.tokens is None else f"{self.tokens} tokens a draft"
         if self.acceptance is None or self.per_pass is None:
-            return f"{drafts}; what is accepted is not known ({self.source})"
+            return f"{drafts}; the acceptance is unknown ({self.source})"
         return f"{drafts}, of which {self.acceptance:.1%} accepted, {self.per_pass:.2f} tokens a pass ({self.source})"
 
 
@@ -59,22 +61,23 @@ Counted = Callable[[int], Stats]
 def expected_by_rehearsal(
     llm: LLM, profile: Profile, offer: ExportPlan, prompts: Texts, *, new: int, tokens: int | None = None
 ) -> Expected:
-    """Return what a rehearsal measures, on greedy texts of `new` tokens after `prompts` (token ids).
+    """Return the draft length and the acceptance measured by a rehearsal, a test run of the engine's drafts.
 
-    `tokens`: the draft length; by default the one with the most tokens in the time of a plain step. Raises
-    `SelfspecError` if the drafter cannot be made.
+    The rehearsal uses greedy texts of `new` tokens after each of `prompts` (token ids). `tokens`: the draft length
+    (None: the length that yields the most tokens per unit of time). Raises `SelfspecError` if the drafter cannot be
+    made.
     """
     most = min(offer.most, MOST) if tokens is None else tokens
-    how = "decoded here with the drafter itself"
+    how = "decoded here with the profile's drafter"
     if offer.itself:
         return _expectation(None, _decoded(llm, profile, prompts, new), how, prompts)
     if offer.draft is None and offer.path is None:
         counted, exact = _by_decoding(llm, profile, prompts, new, most)
     elif offer.draft is None:
-        how = "replayed here along the path, on its own keys"
+        how = "replayed here along the path, with a separate KV cache"
         counted = exact = _by_replay(llm, llm.model, offer.path or FULL, prompts, new, most)
     else:
-        how = "replayed here by a model of the very weights that were written"
+        how = "replayed here by a model with the written weights"
         counted = exact = _by_replay(llm, offer.draft(), FULL, prompts, new, most)
     payoff = _payoff(profile, offer.path)
     best = tokens or _best(counted, payoff, most)
@@ -87,9 +90,10 @@ def _expectation(tokens: int | None, stats: Stats, how: str, prompts: Texts) -> 
 
 
 def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, most: int) -> Counted:
-    """Return a function from draft length k, up to `most`, to its statistics, from one replay of a model along a path.
+    """Return a function from draft length k, up to `most`, to the statistics of decoding with it.
 
-    The texts are greedy, so the replay needs nothing of the target but their tokens.
+    All statistics are computed from one replay, which drafts with the model `draft` along `path` from every position of
+    the target's greedy texts.
     """
     texts = continue_prompts(llm, prompts, DecodingSettings(new))
     like = llm.runtime if draft is llm.model else None
@@ -99,7 +103,10 @@ def _by_replay(llm: LLM, draft: Any, path: DraftPath, prompts: Texts, new: int, 
 
 
 def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int) -> tuple[Counted, Counted]:
-    """Return two functions from draft length k to statistics: estimated from one run at `most`, and measured at k."""
+    """Return two functions from draft length k to the statistics of decoding with the profile's drafter.
+
+    The first function estimates them from one run with draft length `most`; the second function decodes with k.
+    """
 
     def exact(k: int) -> Stats:
         return _decoded(llm, with_fixed_length(profile, k), prompts, new)
@@ -115,7 +122,7 @@ def _by_decoding(llm: LLM, profile: Profile, prompts: Texts, new: int, most: int
 
 
 def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[int, int, int]]:
-    """Decode with a profile's drafter; return each round's numbers of tokens drafted, accepted and emitted."""
+    """Decode greedily with a profile's drafter; return (tokens drafted, accepted, emitted) of each round."""
     drafter = llm.drafter_for(profile)
     seqs = [SequenceState(list(prompt), new, Sampler(), llm.runtime.skeleton.ends) for prompt in prompts]
     rounds = (outcome for seq in seqs for outcome in decode(llm.runtime, drafter, seq))
@@ -123,21 +130,24 @@ def _rounds(llm: LLM, profile: Profile, prompts: Texts, new: int) -> list[tuple[
 
 
 def _decoded(llm: LLM, profile: Profile, prompts: Texts, new: int) -> Stats:
-    """Decode with a profile's drafter; return the statistics."""
+    """Decode greedily with a profile's drafter; return the sum of the statistics over all prompts."""
     rounds = _rounds(llm, profile, prompts, new)
     drafted, accepted, tokens = (sum(counts) for counts in zip(*rounds, strict=True))
     return Stats(rounds=len(rounds), drafted=drafted, accepted=accepted, tokens=tokens)
 
 
 def _best(counted: Counted, payoff: PayoffModel, most: int) -> int:
-    """Return the draft length with the most tokens in the time of a plain step."""
+    """Return the draft length, up to `most`, that yields the most tokens per unit of time by the costs in `payoff`."""
     return max(
         range(1, most + 1), key=lambda k: counted(k).tokens_per_round / (k * payoff.draft + payoff.rounds[k + 1])
     )
 
 
 def _payoff(profile: Profile, path: DraftPath | None) -> PayoffModel:
-    """Return the costs of drafting along a path, without lookup tokens, which would spare draft steps."""
+    """Return the costs and acceptance curve of drafting along `path` without lookup tokens.
+
+    Without a path, or without costs in the profile, they are those of the profile's drafts.
+    """
     layers, costs = profile.model.layers, profile.costs
     if path is None or costs is None:
         return profile.path_only.payoff
@@ -145,12 +155,15 @@ def _payoff(profile: Profile, path: DraftPath | None) -> PayoffModel:
 
 
 def expected_from_profile(profile: Profile, offer: ExportPlan, *, tokens: int | None = None) -> Expected:
-    """Estimate from the profile's measurement, else its search's prediction; `source` says that it is an estimate."""
+    """Return the draft length and the acceptance by the profile's measurement, else by its search's prediction.
+
+    `tokens`: the draft length (None: the length that yields the most tokens per unit of time).
+    """
     known: list[Measurement | Prediction] = [*profile.measured, *([profile.predicted] if profile.predicted else [])]
     most = min(offer.most, MOST) if tokens is None else tokens
-    source = "from what the profile was measured to accept" if profile.measured else "from what its search predicted"
+    source = "from the profile's measurement" if profile.measured else "from the prediction of the profile's search"
     if not known:
-        nothing = "the profile says nothing of it, nothing was replayed"
+        nothing = "the profile holds no measurement or prediction, and nothing was rehearsed"
         return Expected(None if offer.itself else tokens or min(UNKNOWN, most), None, None, nothing)
     if offer.itself:
         return Expected(None, known[0].acceptance_rate, known[0].tokens_per_round, source)
@@ -158,9 +171,9 @@ def expected_from_profile(profile: Profile, offer: ExportPlan, *, tokens: int | 
     chance, payoff = _chance(accepted, accepted / rate) if rate else 0.0, profile.path_only.payoff
     expected = {k: _chain(chance, k) for k in range(1, most + 1)}
     best = tokens or max(expected, key=lambda k: (1 + expected[k]) / (k * payoff.draft + payoff.rounds[k + 1]))
-    aid_note = ", lookup tokens and candidates counted in" if _aided(profile) else ""
+    aid_note = ", which includes lookup tokens and candidates" if _aided(profile) else ""
     shared = (
-        ", on the model's own keys" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""
+        ", on the model's KV cache" if offer.path and (profile.search is None or profile.search.kv == "shared") else ""
     )
     return Expected(best, round(expected[best] / best, 4), round(1 + expected[best], 3), f"{source}{aid_note}{shared}")
 
@@ -171,12 +184,18 @@ def _aided(profile: Profile) -> bool:
 
 
 def _chain(chance: float, k: int) -> float:
-    """Return the expected tokens accepted of k; `chance`: acceptance probability after an accepted prefix."""
+    """Return the expected number of accepted tokens in a draft of `k` tokens.
+
+    `chance`: the probability that a token is accepted if all tokens before it in the draft are accepted.
+    """
     return sum(chance**i for i in range(1, k + 1))
 
 
 def _chance(accepted: float, drafted: float) -> float:
-    """Return the acceptance probability of a token, by bisection, from mean tokens accepted and drafted per round."""
+    """Return the probability that a token is accepted if all tokens before it are, found by bisection.
+
+    `accepted` and `drafted`: the mean numbers of tokens accepted and drafted per round.
+    """
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -189,4 +208,4 @@ def _chance(accepted: float, drafted: float) -> float:
 def check_tokens(tokens: int | None, most: int) -> None:
     """Raise `SelfspecError` if the requested draft length exceeds the drafter's longest draft."""
     if tokens is not None and tokens > most:
-        raise SelfspecError(f"--tokens {tokens}: this head drafts {most} in a row at most")
+        raise SelfspecError(f"--tokens {tokens}: this head drafts {most} tokens at most")

@@ -1,4 +1,4 @@
-"""The interface of an engine's exporter, with its inputs and outputs."""
+"""The interface of exporters, one for each engine, and the types of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from selfspec.types.draft_path import DraftPath
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
-    """An export: model, profile, kind of drafts, output folder, and the type of the target's weights in GGUF files."""
+    """The input of an export: the target, its profile, and the output folder.
+
+    `drafts`: the kind of drafts that the profile describes. `type_name`: the type of the target's weights in GGUF
+    files, such as `q8_0`; None: the model's dtype.
+    """
 
     llm: LLM
     profile: Profile
@@ -27,7 +31,7 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export: pairs of a description and its command, and notes on their use."""
+    """The result of writing an export: `commands` as pairs (description, command to run), and notes on their use."""
 
     commands: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
@@ -35,12 +39,13 @@ class ExportResult:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The part of a job that an engine can run; `drafted` describes its drafts in words.
+    """The drafts that an engine can run for an export, and how to write and rehearse them.
 
-    `write(folder, tokens)` writes the files for drafts of `tokens` tokens. The rehearsal runs `draft()`, a model with
-    the weights as the engine will store them; without `draft` it drafts along `path`, without `path` with the profile's
-    own drafter. `most`: the longest draft, in tokens. `limitations`: limitations of the engine. `itself`: the engine
-    runs selfspec, which drafts as it does here.
+    `drafted`: a description of the drafts. `write(folder, tokens)`: writes the engine's files, for drafts of `tokens`
+    tokens. The rehearsal, a test run of the drafts, uses `draft()`, a model with the weights as the engine will store
+    them; if that is None, it drafts with the target along `path`; if that is None as well, with the profile's drafter.
+    `most`: the longest draft, in tokens. `limitations`: features of the profile that the engine lacks, one line each.
+    `itself`: whether the engine runs selfspec, which drafts exactly as the profile says.
     """
 
     drafted: str
@@ -55,7 +60,8 @@ class ExportPlan:
 class Exporter(Protocol):
     """An exporter for one engine.
 
-    `name`: the engine. `read`: the sources, with versions, of its file formats. `tried`: how its exports were tested.
+    `name`: the name of the engine. `read`: the sources of the engine's file formats, with versions. `tried`: how the
+    exports were tested. All three are texts for the README.
     """
 
     name: str
@@ -63,10 +69,13 @@ class Exporter(Protocol):
     tried: str
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return what the engine can run. Raises `SelfspecError`, with an alternative, if nothing fits."""
+        """Return the drafts that the engine can run for `job`.
+
+        Raises `SelfspecError`, whose message names an alternative, if the engine cannot run this kind of drafts.
+        """
         ...
 
 
 def refused(engine: str, drafts: str, instead: str) -> SelfspecError:
-    """Return the error for an engine that lacks a kind of drafts."""
-    return SelfspecError(f"{engine} has nothing for {drafts}; it could run instead: {instead}")
+    """Return the error for an engine that cannot run `drafts`; `instead`: an alternative that it can run."""
+    return SelfspecError(f"{engine} cannot run {drafts}; it could run instead: {instead}")

@@ -1,4 +1,4 @@
-"""The export of a profile from beginning to end, and the engines by name."""
+"""Export of a profile to another inference engine, and the registry of engines."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from selfspec.profile.schema import Profile
 ENGINES: dict[str, Exporter] = {
     exporter.name: exporter for exporter in (Vllm(), Sglang(), LlamaCpp(), TensorRtLlm(), Transformers())
 }
-"""The engines; a new one takes one file and one entry here."""
+"""The exporter of each engine, by the engine's name. To add an engine, write an exporter and list it here."""
 
-NEW = 64  # tokens that a rehearsal decodes after each prompt
+NEW = 64  # tokens that a rehearsal, a test run of the drafts, decodes after each prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A finished export to `out`: `files` relative to it, drafts, commands, limitations and expected acceptance."""
+    """A finished export to the folder `out`.
+
+    `files`: paths relative to `out`. `drafted`: a description of the drafts. `written`: the commands to run and notes.
+    `limitations`: features of the profile that the engine lacks. `expected`: the draft length and acceptance.
+    """
 
     out: Path
     files: tuple[str, ...]
@@ -44,14 +48,14 @@ class Exported:
 
 
 def find_engine(name: str) -> Exporter:
-    """Return an engine by name. Raises `SelfspecError` for an unknown name."""
+    """Return the exporter of an engine, by the engine's name. Raises `SelfspecError` for an unknown name."""
     if name not in ENGINES:
         raise SelfspecError(f"--to {name}: expected one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def check(engine: str, profile: Profile, out: Path, *, type_name: str | None = None, force: bool = False) -> None:
-    """Raise `SelfspecError` for errors that show before the model is loaded."""
+    """Raise `SelfspecError` for invalid arguments of `export` that can be found before the model is loaded."""
     find_engine(engine)
     check_out(out, force=force)
     check_type(type_name)
@@ -71,12 +75,14 @@ def export(
     force: bool = False,
     name: str = "profile",
 ) -> Exported:
-    """Write the files with which an engine drafts as a profile does, as far as it can, and a README.md.
+    """Write the files and the README.md with which an engine drafts as the profile does, as far as the engine can.
 
-    `prompts` (token ids): prompts of the rehearsal, with `new` tokens after each; without prompts the expected
-    acceptance comes from the profile. `tokens`: the draft length; the best one by default. `type_name`: the type of the
-    target's weights in GGUF files. `force`: overwrite files in `out`. The llm needs the weight layout `rows`. Raises
-    `SelfspecError`, and writes nothing, if the engine lacks the kind of drafts or `out` cannot be written.
+    `prompts`: the prompts (token ids) of a rehearsal, which decodes `new` tokens after each prompt to measure the
+    acceptance; without prompts the expected acceptance comes from the profile. `tokens`: the draft length (None: the
+    length of the highest expected speed). `type_name`: the type of the target's weights in GGUF files, such as `q8_0`
+    (None: the model's dtype). `force`: overwrite files in `out`. `name`: the profile's name in the README. The weights
+    of `llm` must have the layout `rows`. Raises `SelfspecError`, and writes nothing, if the engine cannot run this kind
+    of drafts or `out` cannot be written.
     """
     check(engine, profile, out, type_name=type_name, force=force)
     check_profile(profile, llm.identity)

@@ -1,4 +1,4 @@
-"""The output folder of an export: files are written to a temporary folder beside it, then moved into place."""
+"""The output folder of an export: files are written to a temporary folder in the same parent, then moved there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfspec.basics.files import files_in, kind
 
 
 def check_out(out: Path, *, force: bool) -> None:
-    """Raise `SelfspecError` unless `out` is missing or an empty folder; with `force` it may hold anything."""
+    """Raise `SelfspecError` unless `out` can be written: a missing or empty folder, with `force` any folder."""
     there = kind(out)
     if there not in ("missing", "folder"):
         raise SelfspecError(f"--out {out} is a file; expected a folder that is empty, or not there yet")
@@ -48,7 +48,7 @@ def staged_folder(out: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _put(made: Path, out: Path) -> None:
-    """Move the finished folder to `out`, or its entries if `out` is a folder already."""
+    """Move the folder `made` to `out`; if `out` exists, move the entries of `made` into it, replacing equal names."""
     umask = os.umask(0)
     os.umask(umask)
     made.chmod(0o777 & ~umask)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as GGUF files of llama.cpp's architecture `eagle3`."""
+"""A writer of EAGLE-3 heads as GGUF files of llama.cpp's architecture `eagle3`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _HIDDEN = "hidden_norm"
 
 
 def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: int) -> None:
-    """Write a head with its matrices in 16 bits; `width`: the target's hidden size."""
+    """Write an EAGLE-3 head, with its matrices as F16 or BF16.
+
+    `words`: the keys of the target's tokenizer. `width`: the target's hidden size.
+    """
     config = _config(head)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tensors = []
@@ -50,7 +53,7 @@ def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: i
 
 
 def _config(head: HeadFiles) -> LlamaConfig:
-    """Return the configuration of the head's layer, which is a LLaMA layer."""
+    """Return the `transformers` configuration of the head's decoder layer, which is a LLaMA layer."""
     named: dict[str, Any] = {
         name: value for name, value in head.config.items() if name not in ("rope_theta", "rope_scaling")
     }

@@ -1,4 +1,4 @@
-"""A writer of GGUF files: models like LLaMA, each matrix in its own type. `models.gguf` reads them.
+"""A writer of GGUF files for LLaMA-like models, with a type for each matrix; `models.gguf` reads these files.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's `convert_hf_to_gguf.py`.
 """
@@ -20,7 +20,7 @@ from selfspec.export.gguf_tokenizer import Key
 from selfspec.export.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
-GROUP = 32  # group size: weights of a row that share a scale
+GROUP = 32  # group size: consecutive weights of a row that share a scale
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -40,23 +40,24 @@ _DTYPES = {torch.float16: Type.F16, torch.bfloat16: Type.BF16}
 
 
 def check_type(name: str | None) -> None:
-    """Raise `SelfspecError` for an unsupported type of weights."""
+    """Raise `SelfspecError` unless the type's name is among `TYPES` or None."""
     if name is not None and name.lower() not in TYPES:
         raise SelfspecError(f"--type {name}: expected one of {', '.join(TYPES)}")
 
 
 def type_of(name: str | None, dtype: torch.dtype) -> Type:
-    """Return a type by its name; without a name, the type of the dtype."""
+    """Return the GGUF type called `name`; if that is None, the type that corresponds to `dtype`."""
     return _DTYPES.get(dtype, Type.F32) if name is None else Type[name.upper()]
 
 
 def write_model(
     path: Path, weights: Weights, words: Sequence[Key], types: Callable[[str], Type], *, context: int, name: str
 ) -> list[str]:
-    """Write a model; return the modules stored as F16 because their rows do not divide into groups.
+    """Write a model as a GGUF file; return the modules stored as F16 because their rows do not divide into groups.
 
-    `types(module)`: the type of a module's matrix, by `transformers`' name of the module. Raises `SelfspecError` for
-    RoPE scaling that GGUF has no name for.
+    `words`: the keys of the tokenizer. `types(module)`: the GGUF type of a module's matrix, by `transformers`' name of
+    the module. `context`: the model's context length in tokens. `name`: the model's name in the file. Raises
+    `SelfspecError` for a RoPE scaling that GGUF has no name for.
     """
     config, llama = weights.config, weights.config.model_type != "qwen2"
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -82,14 +83,14 @@ def write_model(
 
 
 def _stored_type(tensor: Tensor, kind: Type) -> Type:
-    """Return a tensor's type: `kind`, but F32 for a vector and F16 for rows that do not divide into groups."""
+    """Return the type in which a tensor is stored: `kind`, but F32 for a vector and F16 if rows do not fit groups."""
     if tensor.ndim == 1:
         return Type.F32
     return Type.F16 if kind not in (Type.F32, Type.F16, Type.BF16) and tensor.shape[-1] % GROUP else kind
 
 
 def fake_quantize(weights: Weights, types: Callable[[str], Type]) -> Weights:
-    """Return the weights quantised to the file's types and dequantised to their own dtype."""
+    """Return the weights quantised to the GGUF types by module and dequantised to each tensor's dtype."""
     tensors = {}
     for name, tensor in weights.tensors.items():
         kind = _stored_type(tensor, types(name.rpartition(".")[0]))
@@ -99,7 +100,7 @@ def fake_quantize(weights: Weights, types: Callable[[str], Type]) -> Weights:
 
 
 def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[tuple[str, Tensor, Type]]) -> None:
-    """Write a file of keys and tensors; converts one tensor at a time to save memory."""
+    """Write a GGUF file of keys, and of tensors as (name, tensor, type); converts one tensor at a time."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value, kind, inner in keys:
         writer.add_key_value(key, value, kind, inner)
@@ -119,7 +120,7 @@ def write(path: Path, architecture: str, keys: Sequence[Key], tensors: Sequence[
 
 
 def _as(tensor: Tensor, kind: Type) -> np.ndarray[Any, Any]:
-    """Return a tensor's values converted to a type."""
+    """Return the values of a tensor converted to a GGUF type, as the array to write."""
     if kind == Type.I64:
         integers: np.ndarray[Any, Any] = tensor.cpu().numpy()
         return integers
@@ -128,7 +129,10 @@ def _as(tensor: Tensor, kind: Type) -> np.ndarray[Any, Any]:
 
 
 def model_keys(architecture: str, config: Any, context: int, name: str) -> list[Key]:
-    """Return the keys that describe the model. Raises `SelfspecError` for RoPE scaling that GGUF has no name for."""
+    """Return the GGUF keys that describe the model; the tokenizer's keys are separate.
+
+    Raises `SelfspecError` for a RoPE scaling that GGUF has no name for.
+    """
     integer, number, text = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.STRING
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = dict(config.rope_parameters or {})
@@ -157,12 +161,12 @@ def model_keys(architecture: str, config: Any, context: int, name: str) -> list[
         if original := rope.get("original_max_position_embeddings"):
             keys.append((f"{arch}.rope.scaling.original_context_length", int(original), integer, None))
     elif kind not in ("default", "llama3", "dynamic", "longrope"):
-        raise SelfspecError(f"rope of type '{kind}' is not written as GGUF")
+        raise SelfspecError(f"RoPE of type '{kind}' cannot be written as GGUF")
     return keys
 
 
 def rope_divisors(config: Any) -> Tensor | None:
-    """Return the divisors of RoPE's frequencies in Llama 3.1's scaling, `[d / 2]`; None for any other RoPE."""
+    """Return the divisors `[d / 2]` of RoPE's frequencies by Llama 3.1's scaling; None for any other RoPE."""
     rope: Mapping[str, Any] = config.rope_parameters or {}
     if rope.get("rope_type") != "llama3":
         return None
@@ -175,7 +179,7 @@ def rope_divisors(config: Any) -> Tensor | None:
 
 
 def module_name(module: str) -> str:
-    """Return llama.cpp's name of a module."""
+    """Return llama.cpp's name of a module, given the `transformers` name."""
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
         return f"blk.{layer}.{_NAMES[rest]}"

@@ -1,6 +1,7 @@
-"""A model's tokenizer as keys of a GGUF file: copied from the model's own GGUF file, or made from a byte-level BPE.
+"""A model's tokenizer as keys of a GGUF file: copied from the model's GGUF file, or made from a byte-level BPE.
 
-llama.cpp identifies a pre-tokenizer (the rule that splits text) by name; a rule without a name raises an error.
+llama.cpp identifies a pre-tokenizer (the rule that splits text) by name; a tokenizer whose rule has no name there is
+refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # values of gguf.TokenType
 
 
 def tokenizer_keys_of_file(path: Path) -> list[Key]:
-    """Return the tokenizer's keys of a GGUF file, unchanged."""
+    """Return the keys of a GGUF file that describe its tokenizer, unchanged."""
     keys = []
     for name, field in gguf.GGUFReader(path).fields.items():
         if name.startswith("tokenizer."):
@@ -33,7 +34,11 @@ def tokenizer_keys_of_file(path: Path) -> list[Key]:
 
 
 def tokenizer_keys(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key]:
-    """Return a byte-level BPE's keys. Raises `SelfspecError` for other tokenizers and unknown pre-tokenizers."""
+    """Return the GGUF keys of a byte-level BPE tokenizer.
+
+    `generation`: the generation config, for further end tokens. `vocabulary`: the number of token ids of the model.
+    Raises `SelfspecError` for other tokenizers and for pre-tokenizers that llama.cpp has no name for.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     data = {} if backend is None else json.loads(backend.to_str())
     pre = _pre(data)
@@ -54,7 +59,10 @@ def tokenizer_keys(tokenizer: Any, generation: Any, vocabulary: int) -> list[Key
 
 
 def _pre(data: dict[str, Any]) -> str:
-    """Return llama.cpp's name of a tokenizer's pre-tokenizer. Raises `SelfspecError` if it has none."""
+    """Return llama.cpp's name of the pre-tokenizer in `data`, the JSON of a `tokenizers` tokenizer.
+
+    Raises `SelfspecError` if llama.cpp has no name for it, or the tokenizer is not a byte-level BPE.
+    """
     model, pieces = data.get("model") or {}, _pieces(data.get("pre_tokenizer"))
     normal = (data.get("normalizer") or {}).get("type", "NFC") == "NFC"
     if model.get("type") == "BPE" and not model.get("byte_fallback") and normal:
@@ -62,13 +70,13 @@ def _pre(data: dict[str, Any]) -> str:
             if pieces == known and bool(model.get("ignore_merges")) == ignores_merges:
                 return name
     raise SelfspecError(
-        f"the model's tokenizer is not one that can be written as GGUF here (byte-level {', '.join(_SPLITS)}); "
+        f"the model's tokenizer cannot be written as GGUF; expected byte-level BPE as of {', '.join(_SPLITS)}; "
         "name as --model a GGUF file of the model, whose tokenizer is copied"
     )
 
 
 def _pieces(pre: dict[str, Any] | None) -> tuple[Any, ...]:
-    """Return the steps of a pre-tokenizer, in order, reduced to the settings that matter."""
+    """Return the steps of a pre-tokenizer in order, each as a tuple of its type and the settings that affect splits."""
     if pre is None:
         return ()
     if pre["type"] == "Sequence":
@@ -92,11 +100,11 @@ _SPLITS: dict[str, tuple[tuple[Any, ...], bool]] = {
     "llama-bpe": (_split("{1,3}"), True),
     "qwen2": (_split(""), False),
 }
-"""Pre-tokenizers by llama.cpp's names: the steps, and whether a word in the vocabulary ignores the merges."""
+"""Pre-tokenizers by llama.cpp's name: (steps, whether a word in the vocabulary becomes a token without merges)."""
 
 
 def _tokens(data: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]]:
-    """Return text and kind of every token id below `vocabulary`; unused ids become `[PAD...]`."""
+    """Return the texts and the GGUF token types of all token ids below `vocabulary`; unused ids become `[PAD..]`."""
     tokens, kinds = [f"[PAD{i}]" for i in range(vocabulary)], [_UNUSED] * vocabulary
     for text, number in data["model"]["vocab"].items():
         if number < vocabulary:
@@ -108,7 +116,7 @@ def _tokens(data: dict[str, Any], vocabulary: int) -> tuple[list[str], list[int]
 
 
 def _specials(tokenizer: Any, generation: Any) -> list[Key]:
-    """Return the keys of the special tokens, and of whether the tokenizer adds the begin and end tokens."""
+    """Return the GGUF keys of the special tokens, and the flags whether the tokenizer adds begin and end tokens."""
     number, flag = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     named = {"bos": begin, "eos": end, "padding": tokenizer.pad_token_id, "unknown": tokenizer.unk_token_id}

@@ -1,6 +1,6 @@
-"""Trained draft heads in the formats that engines read: EAGLE, EAGLE-3, Medusa and MLPSpeculator.
+"""Conversion of trained draft heads to the published formats that engines read: EAGLE, EAGLE-3, Medusa, MLPSpeculator.
 
-`draft_modules.published_heads` reads these formats. A head that no engine can run raises an error with an alternative.
+`draft_modules.published_heads` reads the same formats. In this module *words* are the token ids of a draft vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from selfspec.runtime.forward import Runtime
 Tensors = dict[str, Tensor]
 _NORMS = {"embed_norm": "input_layernorm", "stream_norm": "hidden_norm"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
-INSTEAD = "selfspec train medusa, or a head of EAGLE-3's own form by selfspec convert"
+INSTEAD = "a head by selfspec train medusa, or a published EAGLE-3 head by selfspec convert"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """A head in its published `form` (eagle, eagle3, medusa, mlp_speculator), as configuration and named tensors.
+    """A draft head in a published form, as configuration and named tensors.
 
-    `layers`: the target layers whose hidden states it reads. `lost`: limitations of the form.
+    `form`: `eagle`, `eagle3`, `medusa` or `mlp_speculator`. `layers`: the target's hidden states that the head reads;
+    i is the input of layer i, and the number of layers the output of the last layer. `lost`: features of the head that
+    the form lacks.
     """
 
     form: str
@@ -38,7 +40,7 @@ class HeadFiles:
 
 
 def form_of(part: PartFile) -> str:
-    """Return the published form of a draft module. Raises `SelfspecError` if no engine can run it."""
+    """Return the name of a trained head's published form. Raises `SelfspecError` if no engine can run the head."""
     if part.kind in ("medusa", "mlp"):
         return {"mlp": "mlp_speculator"}.get(part.kind, part.kind)
     if part.kind == "eagle":
@@ -48,14 +50,17 @@ def form_of(part: PartFile) -> str:
         if "fc" in has and not has & {"fuse", "embed_norm", "stream_norm", "norm", "input_layernorm"}:
             return "eagle"
         raise SelfspecError(
-            "an EAGLE head as selfspec train fits it (one layer over three streams, normed on the way) is of no form "
-            f"that engines run; they could run instead: {INSTEAD}"
+            "an EAGLE head as selfspec train fits it (one layer over three normalised hidden states) has no form "
+            f"that engines run; engines could run instead: {INSTEAD}"
         )
-    raise SelfspecError(f"heads of kind '{part.kind}' are run by no engine; they could run instead: {INSTEAD}")
+    raise SelfspecError(f"heads of kind '{part.kind}' are run by no engine; engines could run instead: {INSTEAD}")
 
 
 def head_files(part: PartFile, target: Runtime) -> HeadFiles:
-    """Return a draft module in its published form. Raises `SelfspecError` without a form, and for another model."""
+    """Return a trained head in its published form.
+
+    Raises `SelfspecError` if no engine can run the head, and if it was trained for another model than `target`.
+    """
     part.check(part.kind, target.skeleton.identity)
     return _FORMS[form_of(part)](part, target)
 
@@ -66,7 +71,11 @@ def _words(part: PartFile) -> Tensor | None:
 
 
 def _rows(part: PartFile, target: Runtime, words: Tensor | None, name: str = "head.weight") -> Tensor:
-    """Return the head's rows for the draft vocabulary `words`: the module's own, else the model's as bfloat16."""
+    """Return the LM head `[words, hidden]` of a draft head.
+
+    This is the tensor `name` of `part` if there is one, else the rows of the target's LM head for the token ids `words`
+    (None: all), as bfloat16.
+    """
     if name in part.tensors:
         return part.tensors[name]
     every = torch.arange(target.skeleton.identity.vocabulary or 0)
@@ -74,7 +83,7 @@ def _rows(part: PartFile, target: Runtime, words: Tensor | None, name: str = "he
 
 
 def _layer(part: PartFile, prefix: str) -> Tensors:
-    """Return a decoder layer's tensors by their published names, without the norms of its input."""
+    """Return the tensors of the head's decoder layer by their published names, without the norms of its inputs."""
     tensors = {}
     for name, tensor in part.tensors.items():
         own, _, what = name.removeprefix("layer.").rpartition(".")
@@ -86,7 +95,7 @@ def _layer(part: PartFile, prefix: str) -> Tensors:
 
 
 def _config(part: PartFile, target: Runtime, *, arch: str) -> dict[str, Any]:
-    """Return the configuration of a decoder layer, as a LLaMA with one layer."""
+    """Return the configuration of the head's decoder layer, as a LLaMA model with one layer."""
     shape = part.settings["shape"]
     biases = any(name.endswith("_proj.bias") for name in part.tensors)
     return {
@@ -110,14 +119,17 @@ def _config(part: PartFile, target: Runtime, *, arch: str) -> dict[str, Any]:
 
 
 def _rope(part: PartFile) -> dict[str, Any]:
-    """Return RoPE's base and scaling. Raises `SelfspecError` if the module does not record its scaling."""
+    """Return the configuration keys of RoPE's base and scaling.
+
+    Raises `SelfspecError` if RoPE is scaled and the file of the head does not record how.
+    """
     shape, inv_freq = part.settings["shape"], part.tensors.get("layer.inv_freq")
     theta = float(shape["theta"])
     if inv_freq is None:
         return {"rope_theta": theta}
     if scaling := part.settings.get("rope"):
         return {"rope_theta": theta, "rope_scaling": dict(scaling)}
-    raise SelfspecError("the head's rope is scaled in a way that its file does not say; convert it again")
+    raise SelfspecError("the head's RoPE is scaled in a way that its file does not say; convert it again")
 
 
 def _eagle_3(part: PartFile, target: Runtime) -> HeadFiles:
@@ -147,7 +159,7 @@ def _eagle(part: PartFile, target: Runtime) -> HeadFiles:
 
 
 def _medusa(part: PartFile, target: Runtime) -> HeadFiles:
-    """Return a Medusa head by vLLM's names; `token_map` is its draft vocabulary."""
+    """Return a Medusa head in vLLM's format; the tensor `token_map` holds its draft vocabulary, if it has one."""
     net, words = part.settings["net"], _words(part)
     vocabulary = target.skeleton.identity.vocabulary or 0
     places, blocks = int(net["places"]), int(net.get("blocks", 1))
@@ -179,7 +191,11 @@ def _medusa(part: PartFile, target: Runtime) -> HeadFiles:
 
 
 def _mlp(part: PartFile, target: Runtime) -> HeadFiles:
-    """Return an MLPSpeculator with embedding tables; a map from the model's embeddings is expanded to a table."""
+    """Return an MLPSpeculator head.
+
+    The format has an embedding table per step. A head that instead maps the target's embeddings by a matrix gets the
+    product of both as its table.
+    """
     net, vocabulary = part.settings["net"], target.skeleton.identity.vocabulary or 0
     places, tied = int(net["places"]), bool(net.get("tied", False))
     tensors = {name: t for name, t in part.tensors.items() if name.split(".")[0] in ("proj", "ln")}
@@ -191,7 +207,7 @@ def _mlp(part: PartFile, target: Runtime) -> HeadFiles:
         tensors[f"head.{k}.weight"] = _rows(part, target, None, own).clone()
     lost: tuple[str, ...] = ()
     if (words := _words(part)) is not None and len(words) < vocabulary:
-        lost = (f"the head's vocabulary of {len(words)} tokens: MLPSpeculator's is the model's",)
+        lost = (f"the head's vocabulary of {len(words)} tokens: an MLPSpeculator drafts all of the model's tokens",)
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",

@@ -1,4 +1,4 @@
-"""transformers: a draft model for `assistant_model`, prompt lookup as a generation configuration, `custom_generate`."""
+"""Export to `transformers`: a draft model for `assistant_model`, a config for prompt lookup, `custom_generate`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ inputs = tokenizer("PROMPT", return_tensors="pt")
 
 
 class Transformers:
-    """Exporter for `transformers`' own generate."""
+    """Exporter for the generate method of `transformers`."""
 
     name = "hf"
     read = "transformers 5.23"
     tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return what `transformers` can run. Raises `SelfspecError` for trained heads and files beside a profile."""
+        """Return the drafts that `transformers` can run.
+
+        Drafts that its generate lacks are run by selfspec in `custom_generate`. Raises `SelfspecError` for a trained
+        head, and for a profile that `custom_generate` would have to run but that needs other files.
+        """
         match job.drafts:
             case LookupDraft():
                 return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job))
@@ -47,7 +51,7 @@ class Transformers:
                     description, partial(_sublayers, job, job.drafts), path=in_full(path), limitations=lost
                 )
             case DraftModel(spec):
-                lost = (f"its {spec.bits} weights: it runs in its own dtype",) if spec.bits else ()
+                lost = (f"{spec.bits} weights: the draft model runs in its own dtype",) if spec.bits else ()
                 return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
             case TrainedHead(part):
                 raise refused(
@@ -59,14 +63,17 @@ class Transformers:
                 return _itself(job)
 
 
-_NO_MODEL = "No layer is skipped whole, so in its own dtype no draft model would be cheaper: none is written."
+_NO_MODEL = "No layer is skipped whole, so an unquantised draft model would save nothing, and none is written."
 
 
 def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
-    """Return an offer to run the profile by selfspec. Raises `SelfspecError` for files that generate.py cannot hold."""
+    """Return the plan in which `custom_generate` runs the profile by selfspec; `note`: a note for the README.
+
+    Raises `SelfspecError` for a profile that needs other files, which generate.py cannot hold.
+    """
     below = getattr(job.profile.draft, "below", None)
     if job.profile.draft.may_name_files or len(job.profile.parts) > (below is not None):
-        raise SelfspecError("the profile has files beside it, which cannot travel in generate.py; expected one without")
+        raise SelfspecError("the profile needs files beside it, which generate.py cannot hold; expected one without")
     spec = job.profile.draft
     lost = [
         f"proposers of kind '{proposer.kind}'"
@@ -83,7 +90,7 @@ def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
 
 
 def _own(profile: Profile) -> Profile:
-    """Return the profile for generate.py: without draft modules, retrieval stores and earlier answers."""
+    """Return the profile as generate.py can hold it: without draft heads, retrieval stores and earlier answers."""
     spec = profile.draft
     known = type(spec).model_fields
     proposers = [proposer for proposer in getattr(spec, "proposers", None) or () if proposer.kind == "lookup"]
@@ -95,10 +102,10 @@ def _own(profile: Profile) -> Profile:
 
 
 def _custom(job: ExportJob, folder: Path) -> tuple[str, str]:
-    """Write `custom_generate`; return its description and the call that uses it."""
+    """Write the folder `custom_generate`; return a description for the README and the Python call that uses it."""
     hf(profile=_own(job.profile)).save(folder)
     call = f"model.generate(**inputs, custom_generate={str(job.out)!r}, trust_remote_code=True)"
-    return "the profile as it is, where selfspec is installed", call
+    return "the profile itself, where selfspec is installed", call
 
 
 def _code(job: ExportJob, folder: Path, call: str) -> str:
@@ -142,4 +149,4 @@ def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> E
         return ExportResult((_assisted(job, folder),))
     draft = repr(str(job.out / "draft"))
     more = f", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained({draft})"
-    return ExportResult((_assisted(job, folder, more=more),), ("The draft model has a tokenizer of its own.",))
+    return ExportResult((_assisted(job, folder, more=more),), ("The draft model has a different tokenizer.",))

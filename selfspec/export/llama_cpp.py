@@ -1,4 +1,4 @@
-"""llama.cpp: GGUF files of the target and the draft, and the commands of its speculative programs."""
+"""Export to llama.cpp: GGUF files of target and draft model, and the commands of its speculative programs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from selfspec.llm.llm import LLM
 from selfspec.models.loading import gguf_file
 from selfspec.types.draft_path import DraftPath, Mode
 
-NGRAM = 2  # length of the n-gram that is looked up, in tokens
+NGRAM = 2  # length in tokens of the n-gram that prompt lookup matches
 _LOW: dict[Mode, Type] = {"int8": Type.Q8_0, "int4": Type.Q4_0}
 _SCALES = {
-    Type.Q8_0: "8 bits are Q8_0: a scale for 32 weights, not one for a row",
-    Type.Q4_0: "4 bits are Q4_0: a scale for 32 weights, without a zero, not both for 64",
+    Type.Q8_0: "int8 becomes Q8_0: a scale for 32 weights instead of a scale for a row",
+    Type.Q4_0: "int4 becomes Q4_0: a scale for 32 weights instead of a scale and a zero point for 64",
 }
 
 
@@ -40,10 +40,10 @@ class LlamaCpp:
 
     name = "llama.cpp"
     read = "llama.cpp at 0c1e570 (October 2026), as vendored by llama-cpp-python 0.3.36, and gguf 0.19"
-    tried = "such files were run here by that llama.cpp's llama-speculative-simple: see the project's docs/export.md"
+    tried = "such files were run here by llama-speculative-simple of that version: see the project's docs/export.md"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return what llama.cpp can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
+        """Return the drafts that llama.cpp can run; raises `SelfspecError`, with an alternative, for other drafts."""
         match job.drafts:
             case LookupDraft(answers):
                 lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
@@ -60,15 +60,18 @@ class LlamaCpp:
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
                     raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
-                if max(part.settings["layers"]) >= job.llm.identity.layers:  # llama.cpp's stream differs there
-                    raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
+                if max(part.settings["layers"]) >= job.llm.identity.layers:  # llama.cpp's hidden states differ there
+                    raise refused(self.name, "a head that reads the output of the last layer", INSTEAD)
                 return ExportPlan("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
             case UnsupportedDraft(kind, instead):
                 raise refused(self.name, f"drafts of kind '{kind}'", instead)
 
 
 def words(llm: LLM) -> list[Key]:
-    """Return the tokenizer's keys: those of the model's GGUF file, else its tokenizer's. Raises `SelfspecError`."""
+    """Return the tokenizer as GGUF keys: copied from the model's GGUF file, else made from its tokenizer.
+
+    Raises `SelfspecError` for a tokenizer that cannot be written as GGUF.
+    """
     file = gguf_file(llm.name)
     if file is not None:
         return tokenizer_keys_of_file(file)
@@ -102,12 +105,12 @@ def _commands(job: ExportJob, tokens: int, kind: str) -> tuple[tuple[str, str], 
     files = f"-m {quote(str(job.out / 'target.gguf'))} -md {quote(str(job.out / 'draft.gguf'))}"
     how = f"{files} --spec-type {kind} --spec-draft-n-max {tokens}"
     return (
-        ("one prompt, greedy, telling what is accepted", f"llama-speculative-simple {how} --temp 0 -n 128 -p 'PROMPT'"),
+        ("one prompt, greedy, with its acceptance", f"llama-speculative-simple {how} --temp 0 -n 128 -p 'PROMPT'"),
         ("serve", f"llama-server {how}"),
     )
 
 
-_OLDER = "llama.cpp before 2026 says --draft-max for --spec-draft-n-max, and takes no --spec-type."
+_OLDER = "llama.cpp before 2026 has --draft-max instead of --spec-draft-n-max, and no --spec-type."
 
 
 def _sublayers(job: ExportJob, path: DraftPath) -> ExportPlan:
@@ -126,9 +129,10 @@ def _sublayers(job: ExportJob, path: DraftPath) -> ExportPlan:
 
 
 def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -> dict[str, Type]:
-    """Return the types of a draft path's modules in a model of `layers` layers; modules left out have type `full`.
+    """Return the GGUF type of each module by name, such that the model `weights` runs as the draft path says.
 
-    Zeroed modules have the smallest type.
+    `layers`: the number of the target's layers. `full`: the type of matrices that are not quantised. Modules that the
+    result does not list have type `full`; modules set to zero have the smallest type.
     """
     modes, types = path.modes(layers), dict[str, Type]()
     for name in weights.tensors:
@@ -144,9 +148,9 @@ def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -
 
 
 def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str], Type]]:
-    """Return the weights that draft along a path, and a function from module name to GGUF type."""
+    """Return the weights of the draft model for a path, and a function from a module's name to its GGUF type."""
     weights, full = path_weights(weights_of(job.llm.model), path), type_of(job.type_name, job.llm.runtime.dtype)
-    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: a quantised head is a tensor of its own
+    if path.head != "full" and "lm_head.weight" not in weights.tensors:  # tied: a quantised head is a separate tensor
         config = copy.deepcopy(weights.config)
         config.tie_word_embeddings = False
         tensors = {**weights.tensors, "lm_head.weight": weights.tensors["model.embed_tokens.weight"]}
@@ -156,7 +160,7 @@ def _drafting(job: ExportJob, path: DraftPath) -> tuple[Weights, Callable[[str],
 
 
 def _as_written(job: ExportJob, path: DraftPath) -> Any:
-    """Return a model with the weights as the GGUF file stores them."""
+    """Return the draft model for a path with the weights as the GGUF file stores them: quantised and dequantised."""
     weights, types = _drafting(job, path)
     return model_of(fake_quantize(weights, types))
 
@@ -169,16 +173,19 @@ def _path(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> ExportR
     f16_modules = write_model(folder / "draft.gguf", weights, keys, types, context=context, name="draft")
     notes = [_OLDER]
     if f16_modules:
-        notes.append(f"{len(f16_modules)} matrices have rows that do not divide by 32, and are in F16.")
+        notes.append(f"{len(f16_modules)} matrices are stored as F16, because their row length is not divisible by 32.")
     return ExportResult(_commands(job, tokens, "draft-simple"), tuple(notes))
 
 
 def _other(job: ExportJob, drafts: DraftModel, load: Load) -> tuple[Weights, Type]:
-    """Return a draft model's weights and their type. Raises `SelfspecError` if its tokenizer is another."""
+    """Return the weights of a separate draft model, and their GGUF type.
+
+    Raises `SelfspecError` if its vocabulary differs in size from the target's.
+    """
     model, _ = load()
     if not same_tokens(job, model):
         raise refused(
-            "llama.cpp", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
+            "llama.cpp", "a draft model with another tokenizer", "a draft model made by selfspec train distill"
         )
     own = weights_of(model)
     dtype = own.tensors["model.embed_tokens.weight"].dtype

@@ -1,4 +1,4 @@
-"""Draft models for engines that load a folder: some of the model's layers, or another model."""
+"""Draft models for engines that load a model folder: some of the target's layers, or a separate model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from selfspec.types.draft_path import DraftPath
 
 
 def in_full(path: DraftPath) -> DraftPath:
-    """Return the path without quantisation: the same skip set alone."""
+    """Return the path without quantisation: it has the same skip set and runs all other sub-layers in full."""
     return DraftPath(path.skip)
 
 
 def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) -> None:
-    """Raise `SelfspecError` unless the path skips a whole layer; otherwise drafting would cost as much as decoding."""
+    """Raise `SelfspecError` unless the path skips a whole layer.
+
+    Otherwise an unquantised draft model would cost as much as decoding. `engine`: the name of the engine. `instead`:
+    the alternative that the message names.
+    """
     path, layers = drafts.path, job.llm.identity.layers
     if path.runs(layers):
         return
@@ -34,24 +38,30 @@ def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) 
 
 
 def describe_layers(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
-    """Return a description of the draft model, and the limitation if only one sub-layer of a layer is skipped."""
+    """Return a description of the draft model that a path keeps of a target with `layers` layers, and its limitations.
+
+    There is a limitation if the path skips only one of the two sub-layers of a layer.
+    """
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     left = layers - len(attention & mlp)
-    description = f"{left} of the model's {layers} layers, as a model of their own"
+    description = f"{left} of the model's {layers} layers, as a separate model"
     if left == layers:
         description = "the model itself, as a draft model"
     if not (halves := len(attention ^ mlp)):
         return description, ()
     return description, (
         f"the time of {halves} sub-layer(s) skipped in layers that are kept: their last matrix is zero, which "
-        "drafts the same and saves nothing",
+        "gives the same drafts and saves no time",
     )
 
 
 def layers_folder(
     job: ExportJob, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None
 ) -> Weights:
-    """Write the layers that a path keeps as a model; return its weights."""
+    """Write the layers that a path keeps as a model folder; return the weights that were written.
+
+    `generation`: the generation config to write (None: the target's).
+    """
     weights = path_weights(weights_of(job.llm.model), drafts.path)
     config = generation or job.llm.model.generation_config
     save(folder, weights, job.llm.tokenizer, config)
@@ -59,17 +69,20 @@ def layers_folder(
 
 
 def other_model(job: ExportJob, drafts: DraftModel) -> tuple[Any, Any]:
-    """Load the draft model that a profile names, with its tokenizer. Raises `SelfspecError` as loading does."""
+    """Return the draft model that a profile names and its tokenizer, loaded on the CPU.
+
+    A folder beside the profile takes precedence over other names. Raises `SelfspecError` if loading fails.
+    """
     local_folder = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
     name = str(local_folder) if local_folder is not None and local_folder.is_dir() else drafts.spec.model
     return load_model(name, device="cpu", dtype=drafts.spec.dtype)
 
 
 def same_tokens(job: ExportJob, model: Any) -> bool:
-    """Return whether draft model and target have vocabularies of the same size."""
+    """Return whether the draft model's vocabulary has the same size as the target's, as a sign of equal tokenizers."""
     return bool(model.config.vocab_size == job.llm.identity.vocabulary)
 
 
 def model_folder(model: Any, tokenizer: Any, folder: Path, generation: GenerationConfig | None = None) -> None:
-    """Write a separate draft model as a folder."""
+    """Write a model and its tokenizer as a model folder; `generation`: the generation config (None: the model's)."""
     save(folder, weights_of(model), tokenizer, generation or copy.deepcopy(model.generation_config))

@@ -1,4 +1,4 @@
-"""The README.md of an export."""
+"""The README.md that an export writes into its folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ def page(
     expected: Expected,
     lost: Sequence[str],
 ) -> str:
-    """Return the page in Markdown: drafts, commands, expected acceptance, limitations, versions and tests."""
+    """Return the README in Markdown: drafts, commands, expected acceptance, limitations, versions and tests.
+
+    `profile`: the name of the profile. `lost`: the limitations, one line each.
+    """
     language = "python" if engine.name == "hf" else "bash"
     lines = [
         f"# {llm.name} for {engine.name}",
         "",
-        f"Written by `selfspec export` (selfspec {version('selfspec')}) of the profile `{profile}`: {offer.drafted}.",
+        f"Written by `selfspec export` (selfspec {version('selfspec')}) from the profile `{profile}`: {offer.drafted}.",
         "",
         "## To run",
         "",
@@ -32,20 +35,20 @@ def page(
     for what, command in written.commands:
         lines += [f"{what[0].upper()}{what[1:]}:", "", f"```{language}", command, "```", ""]
     lines += [f"{note}\n" for note in written.notes]
-    tokens = "as the profile's controller has it" if expected.tokens is None else expected.tokens
-    drafts = "Drafts end as the profile has it." if expected.tokens is None else f"Drafts of {tokens} tokens."
+    tokens = "by the profile's controller" if expected.tokens is None else expected.tokens
+    drafts = "The profile's controller ends drafts." if expected.tokens is None else f"Drafts of {tokens} tokens."
     lines += ["## What to expect", "", drafts, ""]
     if expected.acceptance is None or expected.per_pass is None:
-        lines += [f"How many are accepted is not known: {expected.source}.", ""]
+        lines += [f"The acceptance is unknown: {expected.source}.", ""]
     else:
         lines += [
-            "| draft tokens | accepted | tokens a pass of the model |",
+            "| draft length | accepted | tokens a pass of the model |",
             "|---|---|---|",
             f"| {tokens} | {expected.acceptance:.1%} | {expected.per_pass:.2f} |",
             "",
-            f"As told by: {expected.source}. Greedy; sampled drafts are accepted less.",
+            f"Source: {expected.source}. For greedy decoding; sampled drafts are accepted less often.",
             "",
         ]
-    lines += ["## What is lost on the way", "", *(f"- {limitation}" for limitation in lost), ""]
+    lines += ["## Limitations", "", *(f"- {limitation}" for limitation in lost), ""]
     lines += ["## Versions", "", f"Written against {engine.read}. {engine.tried[0].upper()}{engine.tried[1:]}.", ""]
     return "\n".join(lines)

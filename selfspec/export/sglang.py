@@ -1,4 +1,4 @@
-"""SGLang: the flags of its server, draft models as folders, and EAGLE heads in its own format."""
+"""Export to SGLang: the flags of its server, draft models as folders, and EAGLE heads in SGLang's format."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Sglang:
     tried = "not run by SGLang here, which needs a GPU; heads are read back by this project's own reader"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return what SGLang can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
+        """Return the drafts that SGLang can run; raises `SelfspecError`, with an alternative, for other drafts."""
         match job.drafts:
             case LookupDraft(answers):
-                lost = ("earlier answers of other runs: SGLang's cache of n-grams begins empty",) if answers else ()
+                lost = ("earlier answers of other runs: SGLang starts with an empty n-gram cache",) if answers else ()
                 return ExportPlan("n-grams of prompts and outputs", partial(_prompt_lookup, job), limitations=lost)
             case Sublayers(path):
                 return _sublayers(job, job.drafts, path)
@@ -56,7 +56,7 @@ class Sglang:
         if files.form not in _ALGORITHMS:
             raise refused(self.name, f"a head of the form {files.form}", "EAGLE or EAGLE-3, by selfspec convert")
         if files.form == "eagle3" and max(files.layers) >= job.llm.identity.layers:
-            raise refused(self.name, "a head that reads what leaves the last layer", INSTEAD)
+            raise refused(self.name, "a head that reads the output of the last layer", INSTEAD)
         return ExportPlan(f"a head of the form {files.form}", partial(_write_head, job, files), most=places)
 
 
@@ -68,7 +68,7 @@ def _served(job: ExportJob, folder: Path, algorithm: str, *flags: str, notes: tu
 
 
 def _chain(tokens: int) -> tuple[str, ...]:
-    """Return the flags for chain drafts of `tokens` tokens."""
+    """Return the flags for drafts of `tokens` tokens in a sequence, not a tree."""
     steps, wide = "--speculative-num-steps", "--speculative-eagle-topk"
     return (steps, str(tokens), wide, "1", "--speculative-num-draft-tokens", str(tokens + 1))
 
@@ -103,7 +103,7 @@ def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> E
     model, tokenizer = other_model(job, drafts)
     if not same_tokens(job, model):
         raise refused(
-            "sglang", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
+            "sglang", "a draft model with another tokenizer", "a draft model that selfspec train distill makes"
         )
     model_folder(model, tokenizer, folder / "draft")
     return _standalone(job, folder, tokens, few=drafts.spec.bits is not None)

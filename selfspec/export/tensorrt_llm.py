@@ -1,4 +1,7 @@
-"""TensorRT-LLM: the `speculative_config` of its PyTorch backend's YAML, draft models and EAGLE-3 heads as folders."""
+"""Export to TensorRT-LLM: a YAML file with its `speculative_config`, draft models and EAGLE-3 heads as folders.
+
+The YAML file is for the PyTorch backend.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from selfspec.export.model_drafts import (
 from selfspec.export.vllm import save_head
 from selfspec.export.weights import target_of
 
-_NGRAM = 4
+_NGRAM = 4  # longest n-gram that is looked up, in tokens
 
 
 class TensorRtLlm:
@@ -35,10 +38,10 @@ class TensorRtLlm:
     tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return what TensorRT-LLM can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
+        """Return the drafts TensorRT-LLM can run; raises `SelfspecError`, with an alternative, for other drafts."""
         match job.drafts:
             case LookupDraft(answers):
-                empty = ("earlier answers of other runs: its pool of n-grams begins empty",) if answers else ()
+                empty = ("earlier answers of other runs: its n-gram pool is empty at first",) if answers else ()
                 return ExportPlan("n-grams of prompts and outputs", partial(_prompt_lookup, job), limitations=empty)
             case Sublayers(path):
                 description, lost = describe_layers(path, job.llm.identity.layers)
@@ -52,7 +55,7 @@ class TensorRtLlm:
                     lost = (*lost, "quantised weights: the draft model runs in its own dtype")
                 return ExportPlan(description, partial(_layers, job, job.drafts), path=in_full(path), limitations=lost)
             case DraftModel(spec):
-                few = ("its quantised weights: it runs in its own dtype",) if spec.bits else ()
+                few = ("quantised weights: the draft model runs in its own dtype",) if spec.bits else ()
                 return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=few)
             case TrainedHead(part, places):
                 if (form := form_of(part)) != "eagle3":
@@ -96,7 +99,7 @@ def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> E
     model, tokenizer = other_model(job, drafts)
     if not same_tokens(job, model):
         raise refused(
-            "tensorrt-llm", "a draft model of another tokenizer", "one of the same, as selfspec train distill makes"
+            "tensorrt-llm", "a draft model with another tokenizer", "a draft model made by selfspec train distill"
         )
     model_folder(model, tokenizer, folder / "draft")
     return _served(job, folder, _draft_model(job, tokens), overlap=False)
@@ -104,6 +107,6 @@ def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> E
 
 def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:
     save_head(folder / "head", dict(files.config), dict(files.tensors))
-    left = [layer - 1 for layer in files.layers]  # a hidden state is numbered by its output layer
+    left = [layer - 1 for layer in files.layers]  # TensorRT-LLM numbers a hidden state by the layer that outputs it
     config = {"decoding_type": "Eagle", "max_draft_len": tokens, "speculative_model": str(job.out / "head")}
     return _served(job, folder, {**config, "eagle3_layers_to_capture": left})

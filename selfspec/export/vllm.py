@@ -1,4 +1,4 @@
-"""vLLM: its `--speculative-config`, draft models as folders, heads in its own format or that of `speculators`."""
+"""Export to vLLM: a `--speculative-config`, draft models as folders, heads in vLLM's or in `speculators`' format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Vllm:
     )
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return what vLLM can run. Raises `SelfspecError`, with an alternative, for other kinds of drafts."""
+        """Return the drafts that vLLM can run; raises `SelfspecError`, with an alternative, for other drafts."""
         match job.drafts:
             case LookupDraft(answers):
                 description = (
@@ -66,13 +66,13 @@ class Vllm:
 
 
 def quantization_limitation(bits: str | None) -> str:
-    """Return the limitation of quantised weights: the engine quantises them in its own type instead."""
+    """Return the limitation for weights in int8 or int4: the engine quantises the draft model to fp8 instead."""
     num_bits = (bits or "few").removeprefix("int")
-    return f"weights in {num_bits} bits: all of the draft model's become {_ONLINE} (e4m3) when it is loaded"
+    return f"weights in {num_bits} bits: all weights of the draft model become {_ONLINE} (e4m3) when it is loaded"
 
 
 def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> ExportResult:
-    """Write the configuration; return the command that uses it."""
+    """Write `config` as `speculative_config.json`, and the target if needed; return the command that serves them."""
     text = json.dumps(config, indent=2)
     (folder / "speculative_config.json").write_text(text + "\n", encoding="utf-8")
     target, _ = target_of(job.llm, folder, job.out)
@@ -122,14 +122,14 @@ def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Export
     notes: tuple[str, ...] = ()
     if files.form == "eagle3":
         config = speculators_config(job, files, tokens)
-        notes = ("`head` holds `speculators`' format: `vllm serve head` alone would find its model by itself.",)
+        notes = ("`head` is in `speculators`' format: `vllm serve head` alone loads the target, too.",)
     save_head(folder / "head", config, tensors)
     method = {"method": files.form, "model": str(job.out / "head"), "num_speculative_tokens": tokens}
     return _written(job, folder, method, *notes)
 
 
 def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Write a head's configuration and weights to a new folder."""
+    """Write the configuration and the weights of a draft head to a new folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})

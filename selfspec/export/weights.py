@@ -1,4 +1,4 @@
-"""A model's weights for export: all of them, or those of the layers that a draft path keeps."""
+"""The weights of a model for export: all weights, or the weights of the layers that a draft path keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from selfspec.llm.llm import LLM
 from selfspec.types.draft_path import DraftPath
 
 FAMILIES = ("llama", "mistral", "qwen2")
-"""Model families whose sub-layers add zero to the hidden state if their last matrix is zero."""
+"""Families (`model_type`) in which a sub-layer whose last matrix is zero adds nothing to the residual stream."""
 
 _LAYERS = "model.layers."
 _LAST = {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"}
@@ -28,9 +28,10 @@ _LAST = {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"}
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tensors by `transformers`' names, with their configuration.
+    """The weights of a model: `tensors` by `transformers`' names, with the `transformers` configuration.
 
-    `layers`: indices of the model's layers that they hold, in order. `zeroed`: names of modules whose output is zero.
+    `layers`: the indices, in the model that was exported, of the layers that the tensors hold, in order. `zeroed`: the
+    names of modules whose weights were set to zero because the draft path skips their sub-layer.
     """
 
     config: Any
@@ -42,7 +43,8 @@ class Weights:
 def weights_of(model: Any) -> Weights:
     """Return all weights of a model.
 
-    Raises `SelfspecError` for weights that are not plain floats in memory in layout `rows`, and for other families.
+    Raises `SelfspecError` unless all weights are unquantised floats in memory in layout `rows`, and for models whose
+    type is not among `FAMILIES`.
     """
     config, tensors = model.config, dict(model.state_dict())
     if getattr(config, "tie_word_embeddings", False):
@@ -50,29 +52,29 @@ def weights_of(model: Any) -> Weights:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta or "lora_" in name:
             raise SelfspecError(
-                f"the model's weights are not at hand as plain numbers ({name}); export a model that is neither "
-                "quantised, adapted nor spread over devices and disk"
+                f"the model's weights are not unquantised floats in memory ({name}); expected a model without "
+                "quantisation, adapters and offloading to disk"
             )
     if config.model_type not in FAMILIES:
         raise SelfspecError(f"models of type '{config.model_type}' are not exported; known: {', '.join(FAMILIES)}")
     for name in ("model.embed_tokens.weight", f"{_LAYERS}0.self_attn.q_proj.weight"):
         if name not in tensors:
             raise SelfspecError(
-                f"the model's weights lie as suits this machine ({name} is gone); load it with layout='rows'"
+                f"the model's weights have another layout than rows ({name} is missing); load it with layout='rows'"
             )
     return Weights(config, tensors, tuple(range(config.num_hidden_layers)))
 
 
 def path_weights(weights: Weights, path: DraftPath) -> Weights:
-    """Return the weights that a draft path runs, unquantised, without the layers whose two sub-layers are both skipped.
+    """Return the unquantised weights of the layers that a draft path keeps: layers not skipped as a whole.
 
-    If only one sub-layer of a layer is skipped, the layer is kept and the skipped sub-layer's last matrix is zero: the
-    drafts equal the path's, but no time is saved. Raises `SelfspecError` if no layer is left.
+    If the path skips only one sub-layer of a layer, the layer is kept and the last matrix of that sub-layer is set to
+    zero: the model computes what the path computes, but saves no time. Raises `SelfspecError` if no layer is left.
     """
     attention, mlp = set(path.skip.attention), set(path.skip.mlp)
     layers = tuple(i for i in weights.layers if i not in attention & mlp)
     if not layers:
-        raise SelfspecError("the path skips every layer, so no model is left to draft")
+        raise SelfspecError("the path skips every layer; expected a path that keeps at least one layer")
     places = {layer: place for place, layer in enumerate(layers)}
     halves = [
         (_LAST[part], layer)
@@ -104,7 +106,7 @@ def model_of(weights: Weights) -> Any:
 
 
 def _cut(config: Any, layers: tuple[int, ...]) -> Any:
-    """Return a configuration reduced to the given layers."""
+    """Return a copy of a `transformers` configuration for a model of only these layers."""
     cut, before = copy.deepcopy(config), config.num_hidden_layers
     cut.num_hidden_layers = len(layers)
     if isinstance(kinds := getattr(config, "layer_types", None), list) and len(kinds) == before:
@@ -115,7 +117,7 @@ def _cut(config: Any, layers: tuple[int, ...]) -> Any:
 
 
 def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> None:
-    """Write a folder that `from_pretrained` loads."""
+    """Write a new model folder that `from_pretrained` loads; a tokenizer or generation config of None is left out."""
     folder.mkdir(parents=True)
     config = copy.deepcopy(weights.config)
     config.dtype = weights.tensors["model.embed_tokens.weight"].dtype
@@ -129,15 +131,16 @@ def save(folder: Path, weights: Weights, tokenizer: Any, generation: Any) -> Non
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor in its own storage, because files refuse a view of a larger tensor."""
+    """Return the tensor, copied unless contiguous and alone in its storage: safetensors cannot save views."""
     owns_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if owns_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def target_of(llm: LLM, folder: Path, out: Path) -> tuple[str, bool]:
-    """Return the target's name for an engine, and whether its weights were written below `folder` (later `out`).
+    """Return the folder or hub id by which an engine can load the target, and whether it was written here.
 
-    A model folder or a hub id is named; for a GGUF file, an adapter or an unnamed model the weights are written.
+    If the target has no such name, as with a GGUF file, an adapter or an unnamed model, its weights are written to
+    `folder / "target"`. The returned path is then `out / "target"`, as `folder` is later moved to `out`.
     """
     name = llm.name
     if name == builtin.NAME:

@@ -1,4 +1,4 @@
-"""Decoded sequences in `transformers`' batch format: one token per column, ended sequences padded."""
+"""Decoded sequences as `transformers`' batch `[B, n + m]`: a row for each sequence, ended sequences padded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from selfspec.speculation.sequence import SequenceState
 
 
 class Columns:
-    """The output of several sequences in columns: the next token of each sequence at a time.
+    """The output batch of several sequences, built column by column; a column holds the next token of each sequence.
 
     Rounds advance sequences by different numbers of tokens. A column is settled once every sequence that has not ended
-    has its token. It then goes to the `criteria` and the `streamer`, which see the same input as in `transformers`.
-    Tokens after the one at which a criterion ended a sequence are dropped. `ids` `[B, n]`: the padded prompts; `pad`:
-    the token after the end of a sequence. With `scores` or `logits` these are kept for each column.
+    has decoded its token for that column. The stopping `criteria` and the `streamer` (None: no streamer) then receive
+    the column, with the same input as in `transformers`. When a criterion ends a sequence, tokens that the sequence has
+    already decoded for later columns are dropped. `ids` `[B, n]`: the padded prompts. `pad`: the token that fills the
+    columns after the end of a sequence. `scores` and `logits`: whether to store processed scores and raw logits.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Columns:
         return not all(self._done)
 
     def take(self, outcomes: Sequence[tuple[SequenceState, Outcome]]) -> None:
-        """Store the logits of a round; its tokens are in the sequences already."""
+        """Store the logits of a round, if requested; the sequences already hold the round's tokens."""
         if self._raw is None:
             return
         for seq, outcome in outcomes:
@@ -62,7 +63,7 @@ class Columns:
             self._raw[self._seqs.index(seq)] += logits[0, rows].to(wide, copy=True)
 
     def settle(self) -> list[SequenceState]:
-        """Settle all complete columns; return the sequences that ended in them."""
+        """Settle all complete columns; return the sequences that ended in these columns."""
         ended: list[SequenceState] = []
         while self.open and all(done or self._has_next(row) for row, done in enumerate(self._done)):
             ended += self._settle_one()
@@ -100,7 +101,7 @@ class Columns:
         return stopped
 
     def _keep(self, place: int) -> None:
-        """Store the logits and scores of a column; zeros for ended sequences."""
+        """Store the logits and scores of new column `place` (from 0), if requested; zeros for ended sequences."""
         if self._raw is None:
             return
         rows = [None if done else raw[place] for raw, done in zip(self._raw, self._done, strict=True)]
@@ -118,7 +119,10 @@ class Columns:
         return scores
 
     def result(self, *, as_object: bool) -> Tensor | GenerateDecoderOnlyOutput:
-        """Return the prompts with the settled columns `[B, n + m]`, alone or in generate's output object."""
+        """Return the prompts followed by the settled columns, `[B, n + m]`.
+
+        With `as_object` the result is generate's output object, with the stored scores and logits.
+        """
         if self._streamer is not None:
             self._streamer.end()
         ids: Tensor = self._ids[:, : self._width]

@@ -1,9 +1,10 @@
-"""selfspec inside `transformers`: a decoding method for `model.generate(..., custom_generate=...)`."""
+"""A decoding method for `transformers`' `model.generate(..., custom_generate=...)`: selfspec's speculative decoding."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -41,8 +42,8 @@ from selfspec.speculation.rules import check_rule, find_rule
 from selfspec.speculation.sampling import Sampler, reads_prefix
 from selfspec.speculation.sequence import SequenceState
 
-_READ = ("attention_mask", "position_ids")
-_IDLE = ("use_cache", "logits_to_keep", "cache_position")  # arguments of generate's own loop, which need no handling
+_READ = ("attention_mask", "position_ids")  # model arguments that this method handles
+_IDLE = ("use_cache", "logits_to_keep", "cache_position")  # arguments of generate's decode loop, ignored here
 _SEEDS = 2**62
 
 
@@ -54,25 +55,26 @@ def hf(
     streamer: Any = None,
     layout: str | None = None,
 ) -> CustomGenerate:
-    """Return a method for `model.generate(..., custom_generate=...)`: `transformers`' output by speculative decoding.
+    """Return a decoding method for `model.generate(..., custom_generate=...)` that decodes speculatively.
 
-    Greedy texts equal those of the same call without it, and sampled ones have the same distribution. Sampling draws
-    from torch's generator, so that `set_seed` makes it reproducible. Everything else in the call keeps its meaning:
-    generation config, logits processors, stopping criteria, several prompts padded on the left, several returned
-    sequences. `transformers` passes a function no `tokenizer`: for `stop_strings`, call `hf(...).generate(model, ...)`,
-    which takes the same arguments.
+    Greedy texts equal the texts of the same call without `custom_generate`; sampled texts have the same distribution.
+    Sampling draws from torch's generator, so that `set_seed` makes it reproducible. All other arguments of the call
+    keep their meaning: generation config, logits processors, stopping criteria, several prompts padded on the left,
+    several returned sequences. `transformers` does not pass the `tokenizer` to a custom method: to use `stop_strings`,
+    call `hf(...).generate(model, ...)`, which takes the same arguments.
 
-    `profile` and `method`: as in `load`. `rule`: how drafts of sampled texts are verified, `match` by default.
-    `streamer` replaces the call's. Reuse the object: what it prepares for a model serves its next calls. `layout`: the
-    weight layout that the model is converted to, in place, at its first use, see `layout.apply_layout_`; `auto` is
-    `load`'s choice and much faster on a CPU; by default the weights stay as they are. Raises `SelfspecError`, also
-    later for a call with unsupported arguments.
+    `profile` and `method`: as in `load`. `rule`: the verification rule of sampled texts, by name (None: `match`).
+    `streamer`: a streamer to use instead of the call's (None: the call's). `layout`: the weight layout to which the
+    model is converted, in place, at the first call (see `layout.apply_layout_`); `auto` is the choice of `load`, much
+    faster on a CPU; None keeps the weights unchanged. Reuse the returned object: it caches the prepared model.
+
+    Raises `SelfspecError` for an unknown profile, rule or layout. A call raises it for unsupported arguments.
     """
     return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer, layout=layout)
 
 
 class CustomGenerate:
-    """A decoding method for `transformers`' generate, as made by `hf`; it caches what it prepared for a model."""
+    """A decoding method for `transformers`' generate, made by `hf`; it caches the model that it prepared last."""
 
     def __init__(
         self,
@@ -102,18 +104,32 @@ class CustomGenerate:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode the prompts `[B, n]`; return `[B, n + m]`, padded on the right, or generate's output object."""
+        """Decode the prompts `input_ids` `[B, n]`, as `transformers`' generate calls a custom method.
+
+        Returns the sequences `[B, n + m]`, padded on the right, or with `return_dict_in_generate` generate's output
+        object. Raises `SelfspecError` for unsupported arguments.
+        """
         _check(generation_config, model_kwargs, model.config.vocab_size)
         prompts = _prompts(input_ids, model_kwargs)
         longest, ends, other_criteria = _limits(stopping_criteria, input_ids.shape[1])
         llm = self._prepared(model)
         for prompt in prompts:
-            llm.check_context(len(prompt), longest)
+            llm.check_context(len(prompt), 1)
+        if longest > (fit := llm.max_new(max(map(len, prompts)))):
+            warnings.warn(
+                f"max_new_tokens {longest} exceeds the context of {llm.runtime.skeleton.context} positions: at most "
+                f"{fit} new tokens are generated after the longest prompt",
+                stacklevel=2,
+            )
         runtime, drafter = self._with_rows(llm, len(prompts))
         samplers = self._samplers(logits_processor, input_ids, prompts, sampled=bool(generation_config.do_sample))
         seqs = [
             SequenceState(
-                prompt, longest, sampler, ends, rule=find_rule(None if sampler.greedy else self.rule, sampler)
+                prompt,
+                min(longest, llm.max_new(len(prompt))),
+                sampler,
+                ends,
+                rule=find_rule(None if sampler.greedy else self.rule, sampler),
             )
             for prompt, sampler in zip(prompts, samplers, strict=True)
         ]
@@ -140,7 +156,7 @@ class CustomGenerate:
         return columns.result(as_object=as_object)
 
     def generate(self, model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateDecoderOnlyOutput:
-        """Call `model.generate(*args, **kwargs)` with this method; also supports `stop_strings` and `tokenizer`."""
+        """Call `model.generate(*args, **kwargs)` with this decoding method; `stop_strings` are supported, too."""
         tokenizer, stops = kwargs.get("tokenizer"), kwargs.get("stop_strings")
         config = kwargs.get("generation_config")
         if stops is None and config is not None:
@@ -157,16 +173,17 @@ class CustomGenerate:
         return output
 
     def save(self, folder: str | Path) -> None:
-        """Write `custom_generate/generate.py` to a model's folder, as a repository on a hub ships it.
+        """Write this decoding method to `custom_generate/generate.py` in `folder`, as model repositories ship it.
 
-        Then `model.generate(..., custom_generate=folder, trust_remote_code=True)` decodes with this method, and so does
-        every generate of a model loaded from there with `trust_remote_code=True`. The profile is written into the file.
-        Raises `SelfspecError` for a profile with trained parts, and if the folder cannot be written.
+        `model.generate(..., custom_generate=folder, trust_remote_code=True)` then decodes with this method. If `folder`
+        holds the model itself, so does every generate of the model loaded with `trust_remote_code=True`. The profile is
+        written into the file. Raises `SelfspecError` for a profile that needs other files, such as trained parts, and
+        if the folder cannot be written.
         """
         write_repository(Path(folder), self.profile, {"method": self.method, "rule": self.rule, "layout": self.layout})
 
     def _prepared(self, model: Any) -> LLM:
-        """Return the model wrapped as an `LLM`; wrap it again once it was moved, cast or reloaded."""
+        """Return the model wrapped as an `LLM`; cached until the model is moved, cast or reloaded."""
         if self._llm is None or self._weights != _where(model):
             check_unsharded(model, "selfspec.hf")
             self._lay_out(model)
@@ -175,7 +192,7 @@ class CustomGenerate:
         return self._llm
 
     def _lay_out(self, model: Any) -> None:
-        """Convert the weights to the layout that suits the profile chosen for the model."""
+        """Convert the model's weights, in place, to `self.layout`; do nothing if that is None."""
         if self.layout is None:
             return
         chosen = choose_profile(identity_of(model), self.profile, self.method)
@@ -184,7 +201,7 @@ class CustomGenerate:
         apply_layout_(model, self.layout, drafting=bool(drafts), quantized_drafts=quantized_drafts)
 
     def _with_rows(self, llm: LLM, rows: int) -> tuple[Runtime, Drafter]:
-        """Return a runtime with at least `rows` cache rows, and a drafter on it."""
+        """Return a runtime whose KV cache holds at least `rows` sequences, and a drafter on that runtime."""
         if rows == 1:
             return llm.runtime, llm.drafter
         if self._several is None or self._several[0].rows < rows:
@@ -198,7 +215,10 @@ class CustomGenerate:
     def _samplers(
         self, processors: Sequence[LogitsProcessor], ids: Tensor, prompts: Sequence[list[int]], *, sampled: bool
     ) -> list[Sampler]:
-        """Return a sampler per sequence, with its processors as in the batch, and a seed from torch's generator."""
+        """Return a sampler for each sequence, seeded by torch's generator.
+
+        The logits processors see each sequence in its row of the padded batch `ids` `[B, n]`, as in `transformers`.
+        """
         rows, width = ids.shape
         samplers = []
         for row, prompt in enumerate(prompts):
@@ -215,9 +235,10 @@ class CustomGenerate:
 
 
 class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
-    """A batch's logits processor applied to one sequence, which is expanded to the batch's shape with its padding.
+    """A logits processor that applies a batch's `processor` to one sequence.
 
-    `transformers`' processors may distinguish sequences by their row, and count from the end of the padded prompt.
+    `transformers`' processors may depend on the row of a sequence in the batch and on the length of the padded prompt.
+    Therefore the sequence is padded with `pads` and repeated in all `rows` rows, and the result of row `row` is used.
     """
 
     def __init__(self, processor: LogitsProcessor, row: int, rows: int, pads: Tensor) -> None:
@@ -231,7 +252,7 @@ class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 def _where(model: Any) -> object:
-    """Return a value that changes when a model is moved, cast or reloaded."""
+    """Return a value, comparable by `==`, that changes when a model is moved, cast or reloaded."""
     table = model.get_input_embeddings().weight
     return id(model), table.device, table.dtype, table.data_ptr()
 
@@ -240,36 +261,43 @@ def _check(config: GenerationConfig, model_kwargs: dict[str, Any], vocabulary: i
     check_config(config, vocabulary)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, None) and config.return_dict_in_generate:
-            raise SelfspecError(f"generation config: {name} is not served: rejected drafts have some, too")
+            raise SelfspecError(f"generation config: {name} is not served; verification passes include rejected tokens")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise SelfspecError("past_key_values is not served: selfspec keeps a cache of its own; leave it out")
+        raise SelfspecError("past_key_values is not served: selfspec uses its own KV cache; leave it out")
     for name, value in model_kwargs.items():
         if value is not None and name not in (*_READ, *_IDLE, "past_key_values"):
-            raise SelfspecError(f"model argument {name} is not served; selfspec reads token ids alone")
+            raise SelfspecError(f"model argument {name} is not served; expected token ids, mask and positions only")
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return the token ids of each prompt without padding. Raises `SelfspecError` if padding is not on the left."""
+    """Return the token ids of each prompt without padding.
+
+    Raises `SelfspecError` for an empty prompt, padding that is not on the left, and position ids that do not follow
+    from the padding.
+    """
     width = input_ids.shape[1]
     mask = model_kwargs.get("attention_mask")
     real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).ne(0).long()
     lengths = real.sum(1)
     if not width or not bool(lengths.all()):
-        raise SelfspecError("a prompt is empty; give at least one token each")
+        raise SelfspecError("a prompt is empty; expected at least one token in each prompt")
     places = torch.arange(width, device=input_ids.device)
     if not torch.equal(real.bool(), places >= (width - lengths).unsqueeze(1)):
-        raise SelfspecError("padding must come before the prompts: padding_side='left' when tokenizing")
+        raise SelfspecError("padding must come before the prompts; expected a tokenizer with padding_side='left'")
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         usual = real.cumsum(1) - 1
         if positions.shape[-1] != width or not bool((positions.to(usual.device) == usual)[real.bool()].all()):
-            raise SelfspecError("position_ids are not those that follow from the padding; leave them out")
+            raise SelfspecError("position_ids: expected 0, 1, .. from the first token after the padding, or none")
     return [ids[width - n :] for ids, n in zip(input_ids.tolist(), lengths.tolist(), strict=True)]
 
 
 def _limits(criteria: Sequence[StoppingCriteria], width: int) -> tuple[int, frozenset[int], list[StoppingCriteria]]:
-    """Return the maximum of new tokens, the end tokens, and the other criteria, to be checked after each token."""
+    """Return the maximum number of new tokens, the end-of-sequence tokens, and the other stopping criteria.
+
+    `width`: the length of the padded prompts.
+    """
     lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     ends = [criterion.eos_token_id.tolist() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     other_criteria = [
@@ -279,15 +307,16 @@ def _limits(criteria: Sequence[StoppingCriteria], width: int) -> tuple[int, froz
 
 
 def _pad(config: GenerationConfig, ends: frozenset[int]) -> int:
-    """Return the token that pads ended sequences."""
+    """Return the token id that pads ended sequences: `pad_token_id`, else the smallest end token, else 0."""
     pad_token_id = config.pad_token_id
     return int(pad_token_id) if pad_token_id is not None else min(ends, default=0)
 
 
 def _streamer_of(frame: FrameType | None) -> Any:
-    """Return the streamer of generate's call, read from the frame that called this one: generate does not pass it on.
+    """Return the streamer of the call of generate, a local variable of the caller of `frame`; None if there is none.
 
-    generate has already put the prompt into it, so that a consumer would wait forever if no token followed.
+    `transformers`' generate does not pass its streamer to a custom method, but has already put the prompt into it, so
+    that a consumer of the streamer would wait forever if no token followed.
     """
     caller = None if frame is None else frame.f_back
     return None if caller is None else caller.f_locals.get("streamer")

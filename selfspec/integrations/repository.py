@@ -1,4 +1,4 @@
-"""The folder `custom_generate/` of a model's repository, from which `transformers` loads a decoding method."""
+"""Writer of `custom_generate/`, the folder of a model's repository that `transformers` loads a decoding method from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.basics.files import write_text
 from selfspec.profile.reading import profile_text
 from selfspec.profile.schema import Profile
 
-_SOURCE = '''"""The output of generate, sooner: lossless speculative decoding by the package selfspec."""
+_SOURCE = '''"""Lossless speculative decoding for generate, by the package selfspec."""
 
 import selfspec
 {reads}{profile}
@@ -18,16 +18,17 @@ _DRAFTED = selfspec.hf({arguments})
 
 
 def generate(*args, model, **kwargs):
-    """What `model.generate` gives, drafted and verified; it takes the same arguments."""
+    """Return the output of `model.generate`, decoded speculatively; takes the same arguments."""
     return _DRAFTED.generate(model, *args, **kwargs)
 '''
 
 
 def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[str, str | None]) -> None:
-    """Write `custom_generate/generate.py` and its `requirements.txt` to `folder`.
+    """Write `custom_generate/generate.py` and `custom_generate/requirements.txt` to `folder`.
 
-    `arguments`: further arguments of `hf`. Raises `SelfspecError` for a profile with files of its own, which
-    `transformers` would not download, and if the folder cannot be written.
+    `profile`: the profile to decode with, or a name that `hf` accepts. `arguments`: further keyword arguments of `hf`;
+    None values are left out. Raises `SelfspecError` for a profile that needs other files, which `transformers` would
+    not download, and if the folder cannot be written.
     """
     further = "".join(f", {name}={value!r}" for name, value in arguments.items() if value is not None)
     reads = text = ""
@@ -35,7 +36,7 @@ def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[st
     if isinstance(profile, Profile):
         if profile.parts or any(alternative.draft.may_name_files for alternative in profile.alternatives):
             raise SelfspecError(
-                "the profile has files beside it, which cannot travel in generate.py; expected one without"
+                "the profile needs files beside it, which generate.py cannot hold; expected one without"
             )
         reads = "from selfspec.profile.reading import parse_profile\n"
         text = f"\n_PROFILE = {_literal(profile_text(profile))}\n"
@@ -48,6 +49,6 @@ def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[st
 
 
 def _literal(text: str) -> str:
-    """Return a Python literal of a text, with a line of code for each of its lines."""
+    """Return the Python source of a string literal for `text`, with one source line for each line of the text."""
     lines = "".join(f"    {line!r}\n" for line in text.splitlines(keepends=True))
     return f"(\n{lines})"

@@ -11,7 +11,7 @@ from selfspec.speculation.drafts import Outcome
 class AdapterSwitcher:
     """Switch that activates a stream's adapter before each of its rounds.
 
-    The cached keys belong to one adapter, and another adapter never reuses them.
+    The keys in the KV cache belong to one adapter; a stream with another adapter does not reuse them.
     """
 
     def __init__(self, adapters: Adapters) -> None:
@@ -21,7 +21,11 @@ class AdapterSwitcher:
     def rounds(
         self, name: str | None, decoding: Callable[[bool], Generator[Outcome]], *, reuse: bool
     ) -> Generator[Outcome]:
-        """Run `decoding(reuse)` with an adapter. Raises `SelfspecError` for an unknown adapter."""
+        """Yield the rounds of `decoding(reuse)`, run with the adapter `name` (None: the default adapter).
+
+        `decoding` gets `reuse` as False if the cached keys belong to another adapter. Raises `SelfspecError` for an
+        unknown adapter.
+        """
         return self._rounds(self.adapters.named(name), decoding, reuse)
 
     def _rounds(self, name: str, decoding: Callable[[bool], Generator[Outcome]], reuse: bool) -> Generator[Outcome]:

@@ -1,4 +1,4 @@
-"""Continuous batching: requests wait, are prefilled, take rounds together, and leave between rounds."""
+"""Continuous batching: requests wait, are prefilled, are decoded in joint rounds, and leave between rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler
@@ -29,13 +29,14 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
 from selfspec.types.draft_work import LOOKUP_WORK
 
-CHUNK = 512  # prefill chunk in tokens while no sequence takes rounds
-ROUNDS, MIN_CHUNK = 4.0, 128  # otherwise: the cost limit of a chunk in rounds, and the smallest chunk in tokens
+CHUNK = 512  # prefill chunk in tokens while no sequence is being decoded
+ROUNDS, MIN_CHUNK = 4.0, 128  # while sequences decode: highest cost of a chunk, in rounds; smallest chunk, in tokens
 
 
 class BatchModel(Model, Protocol):
-    """Interface of the `LLM` that a batch uses."""
+    """The attributes and methods of `LLM` that a batch uses."""
 
+    model: Any
     runtime: Runtime
     profile: Profile | None
     drafter: Drafter
@@ -45,9 +46,10 @@ class BatchModel(Model, Protocol):
 class BatchCounters:
     """Counters since the start of a batch.
 
-    `by_source`: accepted tokens by their source; `drafted_by_load`: verified drafted tokens by the number of sequences
-    in the round; `reused`: prompt tokens with cached keys; `evicted`: number of preemptions (the sequence is prefilled
-    again).
+    `requests`: queued prompts. `tokens`: emitted tokens. `drafted`: drafted tokens that were verified, of which
+    `accepted` were accepted. `reused`: prompt tokens found in the KV cache. `evicted`: preemptions, after each of which
+    a sequence is prefilled again. `by_source`: accepted tokens by the name of the proposer or draft path.
+    `drafted_by_load`: verified drafted tokens by the number of sequences in the round.
     """
 
     requests: int = 0
@@ -74,13 +76,17 @@ class BatchCounters:
 class Batch:
     """Continuous batching of many prompts, at most `rows` at a time; a context manager.
 
-    Each prompt gives the text that it gives alone: greedy, and with a seed under rule `match`. `add` queues a prompt;
-    `step` admits waiting requests, prefills a chunk of one prompt, and runs one round of all prefilled sequences.
-    `memory`: GiB for the KV cache, including a draft model's; by default enough for `rows` texts of 2,048 tokens, but
-    at most half of the free memory. Draft lengths are decided for all sequences of a round together, by round costs
-    measured when the batch is entered; with `adaptive` False each sequence's controller decides alone. Requests with
-    the same adapter run together; the first request with another adapter, and all after it, wait until they end.
-    `make`: builds a drafter on the batch's runtime instead of the profile's.
+    Greedy text, and seeded text under rule `match`, does not depend on the other prompts of the batch. `add` queues a
+    prompt; `step` admits waiting requests, prefills a chunk of one prompt, and runs one round of all prefilled
+    sequences. Requests with the same adapter run together; the first request with another adapter, and all requests
+    after it, wait until the running requests have ended.
+
+    `memory`: GiB for the KV cache, including a draft model's; by default enough for `rows` texts of 2,048 tokens and
+    for one text of `longest` tokens, but at most half of the free memory. `longest`: tokens of the longest sequence; by
+    default the context length if sequences share one pool of blocks, else 2,048. `adaptive`: decide the draft lengths
+    for all sequences of a round together, by round costs that are measured when the batch is entered; False: each
+    sequence's controller decides alone. `make`: builds the drafter on the batch's runtime; None: the drafter is the
+    profile's.
 
     Raises `SelfspecError` if there is not enough memory for one row.
     """
@@ -91,15 +97,16 @@ class Batch:
         *,
         rows: int = 8,
         memory: float | None = None,
+        longest: int | None = None,
         adaptive: bool = True,
         make: Callable[[Runtime], Drafter] | None = None,
     ) -> None:
         self.llm = llm
         self.counters = BatchCounters()
-        self._runtime, self._drafter = _made(llm, rows, memory, make)
+        self._runtime, self._drafter = _made(llm, rows, memory, longest, make)
         self._scheduler: BatchDraftScheduler | None = None
         self._adaptive = adaptive and self._drafter.drafts
-        self._own = make is None  # the profile's prediction is for its own drafter only
+        self._own = make is None  # the profile's predicted acceptance rate is only for the profile's drafter
         self._engine = Engine(self._runtime, self._drafter, reuse=True)
         self._adapter = llm.adapters.named(None)
         self._waiting: deque[Request] = deque()
@@ -128,7 +135,7 @@ class Batch:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Requests that are not admitted yet, first come first."""
+        """Requests that are not admitted yet, in the order in which they will be."""
         return tuple(self._waiting)
 
     @property
@@ -143,13 +150,18 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """The maximum of sequences in a round."""
+        """The maximum number of sequences in a round."""
         return self._runtime.rows
 
     @property
     def num_slots(self) -> int:
         """Capacity of the KV cache in tokens."""
         return self._engine.memory.num_slots
+
+    @property
+    def max_seq_len(self) -> int:
+        """The most tokens of one sequence whose keys and values the cache can hold."""
+        return self._engine.memory.max_seq_len
 
     @property
     def free(self) -> int:
@@ -165,26 +177,27 @@ class Batch:
         probabilities: bool = False,
         top: int | None = None,
     ) -> Request:
-        """Queue a prompt.
+        """Queue a prompt, and return its request.
 
-        `planned`: the plan of this prompt and these options, for this request; by default it is made here.
-        `probabilities`: its events include the target's probabilities; `top`: keep the log probabilities of its tokens,
-        and of the `top` most probable tokens at each position. Raises `SelfspecError` for a wrong option, for a prompt
-        that exceeds the context, and if the whole KV cache could not hold it.
+        `planned`: the plan of this prompt and these options, for this request only; None: the plan is made here.
+        `probabilities`: the generation's events include the target's probabilities. `top`: keep the log probability of
+        each new token, and those of the `top` most probable tokens at each position (None: keep none). Raises
+        `SelfspecError` for a wrong option, for a prompt that exceeds the context length, and if prompt and new tokens
+        need more slots than the KV cache has.
         """
         request = Request(self.llm, prompt, options, planned=planned, probabilities=probabilities, top=top)
-        needed, longest = len(request.prompt) + request.seq.remaining, self._engine.memory.max_seq_len
+        needed, longest = len(request.prompt) + request.seq.remaining - 1, self._engine.memory.max_seq_len
         if needed > longest:
             raise SelfspecError(
-                f"a prompt of {len(request.prompt)} tokens and {request.seq.remaining} new ones need {needed} places "
-                f"for keys and values, and one sequence may have {longest}; give more memory, or ask for fewer tokens"
+                f"a prompt of {len(request.prompt)} tokens and {request.seq.remaining} new ones need {needed} slots "
+                f"of the KV cache, and one sequence may have {longest}; give more memory, or ask for fewer tokens"
             )
         self._waiting.append(request)
         self.counters.requests += 1
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now and free its row and memory. A finished request is unchanged."""
+        """End a request now and free its cache row. A request that has ended is unchanged."""
         if request in self._waiting:
             self._waiting.remove(request)
         elif request.seq in self._requests:
@@ -211,7 +224,7 @@ class Batch:
             request.mark_admitted()
 
     def _turn(self, adapter: str) -> None:
-        """Switch to another adapter while no request runs, and clear the cache: its keys belong to the old adapter."""
+        """Switch to another adapter while no request runs; clear the KV cache, whose keys are of the old adapter."""
         self._resources.close()
         for row in range(self._runtime.rows):
             self._runtime.cache.clear(row)
@@ -314,9 +327,16 @@ class Batch:
 
 
 def _made(
-    llm: BatchModel, rows: int, memory: float | None, make: Callable[[Runtime], Drafter] | None
+    llm: BatchModel,
+    rows: int,
+    memory: float | None,
+    longest: int | None,
+    make: Callable[[Runtime], Drafter] | None,
 ) -> tuple[Runtime, Drafter]:
-    """Build the batch's runtime and drafter; a draft model's KV cache shares the memory."""
+    """Build the batch's runtime and drafter, which `make` or the profile describes.
+
+    `memory`: GiB for the KV cache of the model and, if the drafter has a draft model, of the draft model.
+    """
     profile = llm.profile
 
     def drafter_on(runtime: Runtime) -> Drafter:
@@ -328,5 +348,7 @@ def _made(
     other = runtime_of(probe)
     draft_slot_bytes = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
     blocks = reads_blocks(probe) and (not draft_slot_bytes or (other is not None and other.native))
-    runtime = runtime_for(llm.runtime, rows=rows, memory=memory, extra_slot_bytes=draft_slot_bytes, blocks=blocks)
+    runtime = runtime_for(
+        llm.runtime, rows=rows, memory=memory, longest=longest, extra_slot_bytes=draft_slot_bytes, blocks=blocks
+    )
     return runtime, drafter_on(runtime)

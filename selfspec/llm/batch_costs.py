@@ -1,4 +1,4 @@
-"""Measurement of batch round costs on this runtime, by the number of sequences and of drafted tokens."""
+"""Measurement of the seconds that rounds take on this runtime, by the number of sequences and of drafted tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-u
 
 
 class _Timed(PlainDrafter):
-    """Drafter that lets another one draft `length` tokens, and times it."""
+    """Drafter that lets `drafter` draft `length` tokens in each round, and records the `seconds` of drafting."""
 
     drafts = True
 
@@ -41,7 +41,7 @@ class _Timed(PlainDrafter):
         self.drafter.begin(seq, prefill)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return chains of `length` tokens, or fewer if the drafter ends them."""
+        """Return an autoregressive draft of `length` tokens for each sequence; shorter if the drafter stops early."""
         start, drafts = time.perf_counter(), [NO_DRAFT] * len(seqs)
         if self.length:
             self.drafter.controller = FixedK(self.length)
@@ -58,7 +58,7 @@ class _Timed(PlainDrafter):
 
 
 class _Round(NamedTuple):
-    """Timed round: verified tokens, draft passes, seconds of drafting, and seconds of the rest."""
+    """Timed round: number of verified tokens and of draft passes, seconds of drafting, and seconds of all else."""
 
     verified: int
     passes: int
@@ -67,9 +67,9 @@ class _Round(NamedTuple):
 
 
 def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassCosts:
-    """Time rounds with 1, 2, 4, .. sequences, up to the runtime's rows; return the costs of drafting and the rest.
+    """Time rounds with 1, 2, 4, .. sequences, up to the runtime's rows; return the costs of passes in seconds.
 
-    Without a drafter, or if the context leaves no room for drafts, draft passes are assumed to cost as much as full
+    Without a drafter, or if the context is too short for drafts, draft passes are assumed to cost as much as full
     passes. Raises `BusyError` while the runtime has a stream.
     """
     draw, most = random.Random(0), runtime.rows
@@ -92,7 +92,7 @@ def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassC
 
 @contextmanager
 def _without_proposers(drafter: ChainDrafter | None) -> Iterator[None]:
-    """Disable the drafter's proposers and `load` inside the context; restore them and its controller on exit."""
+    """Disable the drafter's proposers and batch scheduler inside the context; then restore them and the controller."""
     if drafter is None:
         yield
         return
@@ -107,7 +107,7 @@ def _without_proposers(drafter: ChainDrafter | None) -> Iterator[None]:
 def _rounds(
     runtime: Runtime, drafter: ChainDrafter | None, count: int, plan: Sequence[int], draw: random.Random
 ) -> list[_Round]:
-    """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`."""
+    """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`, after a warm-up round."""
     vocabulary = runtime.skeleton.identity.vocabulary or 2
     max_new_tokens = len(plan) + 2 * sum(plan) + 2
     probe = None if drafter is None else _Timed(drafter, runtime)

@@ -12,7 +12,7 @@ from selfspec.runtime.paged import BLOCK
 from selfspec.types.limits import WIDEST_DRAFT
 
 USUAL = 2048  # default capacity for each row in tokens
-SHARE = 0.5  # the most of the free memory that the default takes
+SHARE = 0.5  # largest share of the free memory that the default capacity takes
 FEWEST = 256  # minimum capacity of a row in tokens
 GIB = 2**30
 
@@ -24,40 +24,50 @@ def slot_bytes(runtime: Runtime) -> int:
 
 
 def runtime_for(
-    runtime: Runtime, *, rows: int, memory: float | None = None, extra_slot_bytes: int = 0, blocks: bool = True
+    runtime: Runtime,
+    *,
+    rows: int,
+    memory: float | None = None,
+    longest: int | None = None,
+    extra_slot_bytes: int = 0,
+    blocks: bool = True,
 ) -> Runtime:
     """Return a runtime over the same model with a KV cache of fixed size for `rows` sequences.
 
-    The cache is paged if passes are native and `blocks` is true, else it has `rows` contiguous rows of equal length, or
-    fewer if memory is short. `memory`: GiB for the cache; `extra_slot_bytes`: further bytes for each token, for a draft
-    model's keys and values. Raises `SelfspecError` if there is not enough memory for one row.
+    The cache is paged if the runtime runs native passes and `blocks` is true, else it has `rows` contiguous rows of
+    equal length, or fewer rows if memory is short. `memory`: GiB for the cache (None: see `Batch`). `longest`: tokens
+    of the longest sequence; by default the context length if the cache is paged, else at most `USUAL`.
+    `extra_slot_bytes`: further bytes for each token, for a draft model's keys and values. Raises `SelfspecError`
+    if there is not enough memory for one row.
     """
     if rows < 1:
         raise SelfspecError(f"rows {rows}: expected at least 1")
     if memory is not None and not memory > 0:
         raise SelfspecError(f"memory {memory} GiB: expected more than 0")
     each, context = slot_bytes(runtime) + extra_slot_bytes, runtime.skeleton.context
+    blocks = blocks and runtime.native
+    longest = min(context, longest or (context if blocks else USUAL)) + WIDEST_DRAFT
     if memory is None:
-        wanted = rows * (min(context, USUAL) + WIDEST_DRAFT)
+        wanted = max(rows * (min(context, USUAL) + WIDEST_DRAFT), longest)
         tokens = min(wanted, int(SHARE * free_bytes(runtime.device)) // each)
     else:
         tokens = int(memory * GIB) // each
     least = min(FEWEST, context)
     if tokens < least + WIDEST_DRAFT:
         raise SelfspecError(
-            f"keys and values of {least} tokens and a draft take {(least + WIDEST_DRAFT) * each / GIB:.3g} GiB, and "
-            f"there are {tokens * each / GIB:.3g}; give more memory"
+            f"memory for the KV cache: {tokens * each / GIB:.3g} GiB; expected at least "
+            f"{(least + WIDEST_DRAFT) * each / GIB:.3g} GiB, for {least} tokens and a draft; give more memory"
         )
-    if blocks and runtime.native:
+    if blocks:
         return runtime.with_new_cache(rows=rows, blocks=tokens // BLOCK)
-    rows = min(rows, tokens // (least + WIDEST_DRAFT))
+    rows = max(1, min(rows, tokens // max(least + WIDEST_DRAFT, min(longest, tokens))))
     batch_runtime = runtime.with_new_cache(rows=rows)
     with batch_runtime.session(min(tokens // rows, context + WIDEST_DRAFT)):
         return batch_runtime
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; 8 GiB if the system does not tell."""
+    """Return the free memory of a device in bytes; 8 GiB if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

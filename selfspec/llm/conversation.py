@@ -15,7 +15,7 @@ from selfspec.text.prompt import Prompt
 
 
 class ChatModel(Protocol):
-    """Interface of the `LLM` that a conversation uses."""
+    """The attributes and methods of `LLM` that a conversation uses."""
 
     tokenizer: Any
 
@@ -38,19 +38,19 @@ class ChatModel(Protocol):
 def _send(conversation: Conversation, text: str, options: GenerateOptions) -> Generation:
     """Send `text` as the user's message and return the answer that `LLM.chat` gives to all messages.
 
-    Message and answer are then appended to `messages`. An interrupted answer (Ctrl-C, an error) is appended as far as
-    it was generated; an interruption before the first token leaves the conversation unchanged. Takes the options of
-    `LLM.chat`. Raises `SelfspecError` as `LLM.chat` does, also when the conversation exceeds the context; the
-    conversation is unchanged then.
+    The message and the answer are then appended to `messages`. An interrupted answer (Ctrl-C, an error) is appended as
+    far as it was generated; an interruption or error before the first token leaves the conversation unchanged. Takes
+    the options of `LLM.chat`. Raises `SelfspecError` as `LLM.chat` does, also when the conversation exceeds the context
+    length.
     """
     return conversation.run(text, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 def _stream(conversation: Conversation, text: str, options: GenerateOptions) -> Stream:
-    """Like `send`, but return a stream at once; iterate over it for the pieces of the answer.
+    """Send `text` as `send` does, but return at once a stream that yields the pieces of the answer.
 
-    Message and answer are appended to `messages` when the stream ends for any reason, unless the conversation has
-    continued or was reset in the meantime.
+    The message and the answer are appended to `messages` when the stream ends for any reason, unless the conversation
+    has continued or was reset in the meantime.
     """
     return conversation.start(text, options, drafter=options.drafter, probabilities=options.probabilities)
 
@@ -59,10 +59,14 @@ class Conversation:
     """Chat with the message history kept here and in the model's KV cache; made by `LLM.conversation`.
 
     Each answer prefills only the part of its prompt that follows the longest cached prefix. Any other use of the model
-    in between empties the cache (other conversations keep shared prefixes); the next answer then prefills the whole
-    prompt, as it always does with a drafter that reads the prompt's hidden states. The answers do not change (except
-    for near-ties below float64, as passes of different widths round differently). The model's weights must not change;
-    after a change, one `generate` call empties the cache.
+    in between empties the cache, except another conversation, which keeps the prefix that both share. After the cache
+    has been emptied, and always with a drafter that reads the prompt's hidden states, an answer prefills its whole
+    prompt. Reuse does not change the answers, except where two tokens have nearly equal logits in a dtype below
+    float64: passes over different numbers of tokens round differently. The model's weights must not change; after a
+    change, one `generate` call empties the cache.
+
+    `system`: the system message (None: no system message). Raises `SelfspecError` if the tokenizer has no chat
+    template, or if a system message is given and the template takes none.
     """
 
     def __init__(self, llm: ChatModel, *, system: str | None = None) -> None:
@@ -97,7 +101,7 @@ class Conversation:
     def run(
         self, text: str, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
     ) -> Generation:
-        """Do what `send` does, with its options in one object."""
+        """Return the answer to `text` as `send` does, with the decoding options in one object."""
         stream = self.start(
             text, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
         )
@@ -116,7 +120,10 @@ class Conversation:
         pieces: bool = True,
         probabilities: bool = False,
     ) -> Stream:
-        """Do what `stream` does, with its options in one object; the others are those of `LLM.start`."""
+        """Return a stream of the answer to `text` as `stream` does, with the decoding options in one object.
+
+        The other arguments are those of `LLM.start`.
+        """
         before, prompt_messages = self._messages, self._with(text)
 
         def ended(answer: str) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.batch import Batch, BatchModel
 from selfspec.llm.options import ManyOptions, Options
 from selfspec.llm.request import Request
-from selfspec.llm.sampling_plan import Plan
+from selfspec.llm.sampling_plan import Plan, new_tokens
 from selfspec.llm.stream import Generation
 from selfspec.text.prompt import Prompt
 
@@ -18,9 +19,10 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
     """Continue several prompts in a batch, each as `generate` would; return the generations in the prompts' order.
 
     Greedy and seeded text does not depend on the other prompts. At most `batch_size` sequences are decoded at a time
-    (continuous batching: the next prompt follows as soon as one ends). `memory` GiB hold the KV cache, and common
-    prefixes of prompts are read once. Draft lengths follow from measured round costs, down to no drafts. `ended` is
-    called with the index and the generation of each prompt as it ends. Other options are those of `generate`.
+    (continuous batching: the next prompt starts as soon as a sequence has ended). `memory`: size of the KV cache in
+    GiB. A prefix that several prompts share is prefilled once. Draft lengths, which may be 0, are chosen by measured
+    round costs. `ended`: called with a prompt's index and generation when the generation ends. The other options are
+    those of `generate`.
 
     Raises `SelfspecError` for a wrong option, and before decoding for an invalid prompt. If a prompt fails later, the
     error is raised when all other prompts have ended.
@@ -34,9 +36,10 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
     first = check_prompts(llm, encoded, options)
     results: dict[int, Generation] = {}
     failed = list[SelfspecError]()
-    with Batch(llm, rows=max(1, min(options.batch_size, len(prompts))), memory=options.memory) as batch:
+    rows = max(1, min(options.batch_size, len(prompts)))
+    with Batch(llm, rows=rows, memory=options.memory, longest=longest(llm, encoded, options)) as batch:
         for number, request in decode_many(
-            batch, enumerate(encoded), options, first=first, probabilities=options.probabilities
+            batch, enumerate(encoded), options, plans={0: first}, probabilities=options.probabilities
         ):
             results[number] = request.result
             if request.error is not None:
@@ -48,11 +51,16 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
     return [results[number] for number in range(len(prompts))]
 
 
-def check_prompts(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options) -> Plan | None:
-    """Raise `SelfspecError`, with the prompt's number, for wrong options and for a prompt that exceeds the context.
+def longest(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options) -> int:
+    """Return the largest sum of a prompt's tokens and its maximum number of new tokens; 1 without prompts."""
+    return max((len(prompt) + new_tokens(llm.model, options, len(prompt)) for prompt in prompts), default=1)
 
-    The first prompt's plan, which is returned, shows whether the options are valid; of the other prompts only the
-    length can be wrong. None if there is no prompt.
+
+def check_prompts(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options) -> Plan | None:
+    """Check the options and the length of every prompt (token ids); return the first prompt's plan.
+
+    Returns None if there is no prompt. Making the first prompt's plan checks the options; of the other prompts only the
+    length is checked. Raises `SelfspecError`, which names the number of the prompt.
     """
     first = None
     for number, prompt in enumerate(prompts):
@@ -69,23 +77,22 @@ def decode_many(
     prompts: Iterable[tuple[int, Prompt]],
     options: Options,
     *,
-    first: Plan | None = None,
+    plans: Mapping[int, Plan | None] = MappingProxyType({}),
     probabilities: bool = False,
 ) -> Iterator[tuple[int, Request]]:
-    """Decode numbered prompts in a batch; yield each number and request as the request ends.
+    """Decode numbered prompts in a batch; yield the number and the request of each prompt when the request ends.
 
-    At most `batch.rows` prompts are encoded ahead of their turn. `first`: the plan of prompt 0, if it was made already.
+    At most `batch.rows` encoded prompts wait at a time. `plans`: plans that have been made already, by prompt number.
     Raises `SelfspecError` for an invalid prompt.
     """
     numbers: dict[Request, int] = {}
     left = iter(prompts)
     while True:
-        while len(batch.waiting) < batch.rows and (numbered_prompt := next(left, None)) is not None:
-            with number_errors(numbered_prompt[0]):
-                planned = None if numbered_prompt[0] else first
-                numbers[batch.add(numbered_prompt[1], options, planned=planned, probabilities=probabilities)] = (
-                    numbered_prompt[0]
-                )
+        while len(batch.waiting) < batch.rows and (numbered := next(left, None)) is not None:
+            number, prompt = numbered
+            with number_errors(number):
+                request = batch.add(prompt, options, planned=plans.get(number), probabilities=probabilities)
+                numbers[request] = number
         if batch.idle:
             return
         for request in batch.step():

@@ -54,19 +54,21 @@ def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
 
 
 def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
-    """Return a `Stream` of pieces of text without waiting for the first; takes the arguments of `generate`.
+    """Start a generation and return a `Stream` of its pieces of text, without waiting for the first piece.
 
-    The first round drafts nothing, so the first token is as fast as in plain decoding. The rules `token` and `block`
-    draw in the order of the rounds, so with a seed their text therefore differs from the text of `generate`.
+    Takes the arguments of `generate`. The first round drafts nothing, so that the first token is as fast as without
+    drafts. Under the rules `token` and `block` the random draws follow the order of the rounds; with a seed, the text
+    therefore differs from the text of `generate`.
     """
     return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
 
 
 def _chat(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Generation:
-    """Answer the last of `messages`, formatted by the tokenizer's chat template; options as in `generate`.
+    """Answer a list of chat messages, which the tokenizer's chat template formats.
 
-    Each message is `{"role": "system" or "user" or "assistant", "content": text}`; the last one is the user's. Raises
-    `SelfspecError` as `generate` does, for malformed messages, and if the template is missing or fails on the messages.
+    Each message is `{"role": "system" or "user" or "assistant", "content": text}`. The options are those of `generate`.
+    Raises `SelfspecError` as `generate` does, for malformed messages, and if the tokenizer has no chat template or the
+    template fails on the messages.
     """
     return _generate(llm, render(llm.tokenizer, validate_messages(messages)), options)
 
@@ -77,9 +79,11 @@ def _chat_stream(llm: LLM, messages: Sequence[Message], options: GenerateOptions
 
 
 class LLM:
-    """A model, its tokenizer, and the profile that drafts for it; made by `load` or `wrap`.
+    """A model, its tokenizer, and the profile that says how to draft for the model; made by `load` or `wrap`.
 
-    Without a profile, or with a profile that drafts nothing, decoding is plain. One stream runs at a time.
+    Without a profile, or with a profile that drafts nothing, the model decodes without drafts (plain decoding). The
+    model runs one stream at a time. `name`: the model's name in profiles; by default the name in the model's config.
+    Raises `SelfspecError` if the profile is for another architecture.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str | None = None, profile: Profile | None = None) -> None:
@@ -88,8 +92,8 @@ class LLM:
         self.adapters = Adapters(model)
         self._adapter_switcher = AdapterSwitcher(self.adapters)
         self.name = name or self.runtime.skeleton.identity.name or "unnamed"
-        self.layout: str | None = None  # the layout that `load` chose; `plain_layout`: for plain decoding
-        self.plain_layout: str | None = None
+        self.layout: str | None = None  # the weight layout that `load` applied; None after `wrap`
+        self.plain_layout: str | None = None  # the weight layout that is fastest without drafts; None after `wrap`
         self.profile: Profile | None = None
         self.drafter: Drafter = PlainDrafter()
         if profile is not None:
@@ -119,11 +123,12 @@ class LLM:
         *,
         candidates: int = 1,
     ) -> LayerSkipDrafter:
-        """Return a drafter that runs a draft path, or the whole model without a skip set.
+        """Return a drafter that runs a draft path; with an empty skip set it drafts with the whole model.
 
-        `controller`: an object, or text such as `fixed:k=4`; the profile's by default, without a profile the adaptive
-        one. `vocabulary`: the only tokens that are drafted, for a cheaper head. `candidates`: the most tokens proposed
-        for a position, the drafted one included. Raises `SelfspecError`.
+        `controller`: decides when drafting stops, an object or text such as `fixed:k=4`. The default is the profile's
+        controller, or the default controller of `LayerSkipSpec` without a profile. `vocabulary`: the only token ids
+        that are drafted, which makes the head cheaper (None: those of `path`). `candidates`: the most tokens proposed
+        for one position, including the drafted token. Raises `SelfspecError` for an invalid argument.
         """
         if isinstance(controller, str):
             controller = parse_controller(controller)
@@ -142,15 +147,25 @@ class LLM:
         return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 
     def guarded_drafter(self, profile: Profile) -> Drafter:
-        """Return the profile's drafter, wrapped by the guard that bounds its cost. Raises as `make_guarded` does."""
+        """Return the profile's drafter inside a guard, which lets it draft only while the cost stays within a bound.
+
+        Raises `SelfspecError` if the profile does not fit the model.
+        """
         return make_guarded(self.runtime, profile, local_payoff)
 
     def drafter_for(self, profile: Profile) -> Drafter:
-        """Return the drafter that a profile describes. Raises `SelfspecError` if it does not fit the model."""
+        """Return the drafter that a profile describes, without a guard.
+
+        Raises `SelfspecError` if the profile does not fit the model.
+        """
         return make_drafter(self.runtime, profile)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return token ids, of text by `tokenizer(prompt)`, of messages by the template. Raises `SelfspecError`."""
+        """Return a prompt's token ids: text is tokenised by `tokenizer(prompt)`, messages by the chat template.
+
+        Raises `SelfspecError` for an empty prompt, invalid Unicode, malformed messages, and token ids outside the
+        vocabulary.
+        """
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
         if is_chat(prompt):
@@ -165,16 +180,20 @@ class LLM:
         return ids
 
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """Return the prompt's token ids; raises `SelfspecError` if prompt and new tokens exceed the context."""
+        """Return the prompt's token ids. Raises `SelfspecError` if prompt and new tokens exceed the context length."""
         ids = self.encode(prompt)
         self.check_context(len(ids), as_integer(max_new_tokens, "max_new_tokens", least=1))
         return ids
 
+    def max_new(self, n: int) -> int:
+        """Return the most new tokens that fit the context after `n` prompt tokens; the last one needs no position."""
+        return self.runtime.skeleton.context - n + 1
+
     def check_context(self, n: int, max_new_tokens: int) -> None:
-        """Raise `SelfspecError` if `n` prompt tokens and `max_new_tokens` new ones exceed the context."""
-        s = self.runtime.skeleton
-        if n + max_new_tokens > s.context:
-            fits = f"at most {s.context - n} new tokens fit" if n < s.context else "no new token fits"
+        """Raise `SelfspecError` if `n` prompt tokens and `max_new_tokens` new tokens exceed the context length."""
+        s, fit = self.runtime.skeleton, self.max_new(n)
+        if max_new_tokens > fit:
+            fits = f"at most {fit} new token{'s fit' if fit > 1 else ' fits'}" if fit > 0 else "no new token fits"
             raise SelfspecError(
                 f"a prompt of {n} tokens and {max_new_tokens} new ones outgrow {s.context_reason} "
                 f"({s.context} positions): {fits} after this prompt"
@@ -183,7 +202,7 @@ class LLM:
     def guide(self, *, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> Guide:
         """Return a grammar that generated text must follow: a regular expression for the whole text, or a JSON schema.
 
-        Needs the optional package `llguidance`. Raises `SelfspecError`.
+        Raises `SelfspecError` for an invalid grammar, and if the optional package `llguidance` is not installed.
         """
         return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
@@ -208,20 +227,21 @@ class LLM:
     ) -> Generation:
         """Continue `prompt` (text or token ids), greedily by default.
 
-        `config`: a `transformers` `GenerationConfig`, with its semantics in `transformers`' generate. Unset fields come
-        from the model's own `generation_config` (`llm.model.generation_config` itself may be passed), then from
-        `transformers`' defaults, such as top-k 50. The other arguments override the config. Without a config,
+        `config`: a `transformers` `GenerationConfig`; each field means what it means in `transformers`' `generate`.
+        Unset fields come from the model's own `generation_config` (`llm.model.generation_config` itself may be passed),
+        then from `transformers`' defaults, such as top-k 50. The other arguments override the config. Without a config,
         `temperature` is 0 (greedy), `top_k` and `top_p` are off, and only the end tokens come from the checkpoint.
         The checkpoint's end tokens also apply if a config names none. `max_new_tokens` is 128 by default.
 
         With a `seed`, sampling is repeatable; under rule `match` the text is the same with and without drafting. The
         text ends before the first of the `stop` strings, which are searched for in the new text without its special
-        tokens. `logits_processor`: further `transformers` logits processors, each a function of the tokens before a
-        position; a drafted position gets the drafted tokens before it. `guide`: a grammar for the text, from
-        `self.guide`. `rule`: the verification rule, one of `rules.RULES`; by default greedy, match with a seed, else
-        block. `settings`: other fields of a `GenerationConfig`. `adapter`: the name of one of the model's adapters, or
-        `base`. `drafter` replaces the profile's drafter; `PlainDrafter()` decodes plainly. With `probabilities`, the
-        events of the generation hold the target's probability of each token, before temperature and processors.
+        tokens. `logits_processor`: further `transformers` logits processors. Each must depend only on the tokens before
+        a position; at a drafted position these include the drafted tokens. `guide`: a grammar for the text, made by
+        `self.guide`. `rule`: the verification rule, a key of `rules.RULES`; the default is `greedy` at temperature 0,
+        `match` with a seed, else `block`. `settings`: other fields of a `GenerationConfig`, by name. `adapter`: the
+        name of one of the model's adapters, or `base` for none (None: the default of `Adapters`). `drafter` replaces
+        the profile's drafter; `PlainDrafter()` decodes without drafts. With `probabilities`, the generation's `events`
+        hold the target's probability of each token, before temperature and processors.
 
         Raises `SelfspecError` for an invalid argument, and if prompt and output exceed the context; `BusyError` while
         another stream of this model is running.
@@ -250,10 +270,10 @@ class LLM:
     generate_many = options_method(ManyOptions, generate_many)
 
     def conversation(self, *, system: str | None = None) -> Conversation:
-        """Start a chat of several turns: `send` and `stream` add a message, and prefill only the new tokens.
+        """Start a chat of several turns, whose `send` and `stream` add a message and prefill only the new tokens.
 
-        `system`: the system message. Raises `SelfspecError` if the tokenizer has no chat template, or if its template
-        takes no system message.
+        `system`: the system message (None: no system message). Raises `SelfspecError` if the tokenizer has no chat
+        template, or if a system message is given and the template takes none.
         """
         return Conversation(self, system=system)
 
@@ -266,7 +286,7 @@ class LLM:
         drafter: Drafter | None = None,
         probabilities: bool = False,
     ) -> Generation:
-        """Generate as `generate` does, with the options in one object; `planned` as in `start`."""
+        """Generate as `generate` does, with the decoding options in one object; `planned` is that of `start`."""
         stream = self.start(
             prompt,
             options,
@@ -293,12 +313,13 @@ class LLM:
         reuse: bool = False,
         ended: Callable[[str], None] | None = None,
     ) -> Stream:
-        """Stream as `stream` does, with the options in one object.
+        """Start a generation and return its `Stream`, as `stream` does, with the decoding options in one object.
 
-        `planned`: the plan of this prompt and these options, for one generation; by default it is made here.
-        `first_plain`: the first round drafts nothing. Without `pieces` all text comes at the end. `reuse`: keep the KV
-        cache of the prefix that the prompt shares with the last sequence started with `reuse`, and prefill the rest.
-        `ended` is called with the text when the stream ends, if it emitted a token.
+        `planned`: the result of `plan` for this prompt and these options, used for one generation only; None: `plan` is
+        called here. `drafter`: replaces the profile's drafter. `first_plain`: the first round drafts nothing. Without
+        `pieces`, the stream yields all text at the end. `reuse`: keep the KV cache of the prefix that the prompt shares
+        with the last sequence started with `reuse`, and prefill only the tokens after that prefix. `ended`: called with
+        the whole text when the stream ends, if the stream emitted a token.
         """
         ids = self.encode(prompt)
         planned = planned or self.plan(ids, options)
@@ -306,27 +327,49 @@ class LLM:
         if planned.sampler.seeded:
             calibrate(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
-        seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.ends)
+        seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.final_tokens)
         stop = with_deadline(text.push, planned.config.max_time)
         decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, first_plain=first_plain)
         rounds = self._adapter_switcher.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
         guided = options.guide is not None
-        return Stream(rounds, seq, text, pieces=pieces, probabilities=probabilities, guided=guided, ended=ended)
+        return Stream(
+            rounds,
+            seq,
+            text,
+            pieces=pieces,
+            probabilities=probabilities,
+            guided=guided,
+            stop_tokens=planned.stop_tokens,
+            ended=ended,
+        )
 
     def fit_options(self, prompt: Prompt, options: Options) -> Options:
-        """Return `options` with new tokens limited to the free context. Raises `SelfspecError` if no token fits."""
+        """Return `options` with `max_new_tokens` lowered to the number of tokens that fit the context after `prompt`.
+
+        Options whose new tokens fit are returned unchanged. Raises `SelfspecError` if no new token fits.
+        """
         self.check_context(n := len(self.encode(prompt)), 1)
-        left = self.runtime.skeleton.context - n
+        left = self.max_new(n)
         return options if new_tokens(self.model, options, n) <= left else replace(options, max_new_tokens=left)
 
     def check_fits(self, prompt: Prompt, options: Options) -> None:
-        """Raise `SelfspecError` if the prompt and its new tokens exceed the context."""
+        """Raise `SelfspecError` if the prompt and the new tokens that `options` request exceed the context length."""
         self.check_context(n := len(self.encode(prompt)), new_tokens(self.model, options, n))
 
+    def _special_tokens(self, stops: Sequence[str]) -> frozenset[int]:
+        """Return the ids of the special tokens among stop strings, which never appear in a decoded text."""
+        if not stops or self.tokenizer is None:
+            return frozenset()
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(number for number, token in added.items() if token.special and str(token) in stops)
+
     def plan(self, prompt: Prompt, options: Options) -> Plan:
-        """Resolve options for one generation. Raises `SelfspecError` for unsupported options and too long a prompt."""
+        """Resolve options for one generation. Raises `SelfspecError` for unsupported options and a too long prompt."""
         ids = self.encode(prompt)
         planned = plan(self.model, options, ids, ends=self.runtime.skeleton.ends)
+        special = self._special_tokens(planned.stops)
+        if special:
+            planned = replace(planned, stop_tokens=special)
         self.check_context(len(ids), planned.max_new_tokens)
         return planned
 
@@ -348,15 +391,20 @@ def load(
 ) -> LLM:
     """Load a model (folder, GGUF file, hub id, `smollm2-135m` or `builtin`) with the profile that drafts for it.
 
-    `profile`: `auto` (a shipped profile measured on the same weights, unless it was slower), `none`, a file, the name
-    of a shipped profile, or a `Profile`. `device`: one device, or a `DeviceMap` for a model larger than one device.
-    `dtype`: `auto` is float32 on a CPU, else the checkpoint's. `layout`: the weight layout, see `layout.apply_layout_`;
-    `auto` is the layout measured as fastest on this machine, for drafting or for plain decoding. `drafting` selects
-    which, and `quantized_drafts` whether drafts are quantised; both follow the profile by default. `store`: a retrieval
-    store, made by `selfspec index`. `answers`: a file of earlier answers to look up, to which new answers are added.
-    `method`: another draft method than the profile's (`profile.methods`). `tensor_parallel`: split the model over the
-    processes of `torchrun`; only the first process returns. `adapters`: PEFT folders by name; a request selects one by
-    `adapter`. Raises `SelfspecError`.
+    `profile`: `auto` (a shipped profile measured on the same weights, unless decoding with it was slower than without
+    drafts), `none`, a file, the name of a shipped profile, or a `Profile`. `device`: one device, or a `DeviceMap` for a
+    model larger than one device. `dtype`: `auto` is float32 on a CPU, else the checkpoint's dtype.
+
+    `layout`: the weight layout, see `layout.apply_layout_`; `auto` is the layout measured as fastest on this machine.
+    `drafting`: whether `auto` chooses the fastest layout for drafting or for decoding without drafts;
+    `quantized_drafts`: whether it counts on quantised drafts. Both follow the profile by default.
+
+    `store`: a retrieval store, made by `selfspec index`. `answers`: a file of earlier answers to look up, to which new
+    answers are added. `method`: a draft method that replaces the profile's method (see `profile.methods`).
+    `tensor_parallel`: split the model over the processes of `torchrun`; `load` returns in the first process only.
+    `adapters`: folders of PEFT adapters by name; each generation selects an adapter by its option `adapter`.
+
+    Raises `SelfspecError` if the model, the profile, an adapter or a file cannot be loaded, or if they do not fit.
     """
     check_layout(layout)
     if store is not None:
@@ -392,7 +440,9 @@ def wrap(
     """Wrap a model that `transformers` has loaded; the model is not changed, and can still be used as before.
 
     Attach adapters, and hooks on leaf modules, before wrapping; wrap again after moving, casting or replacing
-    weights. `profile`, `store`, `answers` and `method` are as in `load`. Raises `SelfspecError`.
+    weights. `profile`, `store`, `answers` and `method` are as in `load`. `name`: the model's name in profiles; by
+    default the name in the model's config. Raises `SelfspecError` if the model is not supported, or if the profile or a
+    file does not fit it.
     """
     named = named_profile(profile)
     llm = LLM(model, tokenizer, name=name)

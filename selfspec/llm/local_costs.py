@@ -1,4 +1,7 @@
-"""Round costs measured once on this runtime, for seeded sequences, whose drafts may not depend on a clock."""
+"""Round costs measured once on this runtime, by which the guard decides about seeded sequences.
+
+The measured costs are kept, because draft lengths of a seeded sequence must not depend on later timings.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,24 @@ from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_path import DraftPath
 
 KEYS = 32  # prompt length in tokens
-PLAIN, LENGTHS = 4, (7, 1, 15, 3)  # number of plain rounds, then the draft lengths
-SWEEPS, SECONDS = 3, 2.0  # maximum of sweeps, and the time after which no further sweep starts
-GRAIN = 20  # costs are rounded up to a 20th, so that a repeated measurement gives the same values
+PLAIN, LENGTHS = 4, (7, 1, 15, 3)  # a sweep times PLAIN rounds without drafts, then a round of each draft length
+SWEEPS, SECONDS = 3, 2.0  # maximum number of sweeps, and the seconds after which no further sweep starts
+GRAIN = 20  # costs are rounded up to multiples of 1/20, so that a repeated measurement gives the same values
 
 Shares = dict[str, dict[int, float]]
-"""Costs in plain rounds: of a `round` without its draft, by verified rows, and of a `draft` of one token."""
+"""Costs in units of a round without drafts: `{"round": {rows: cost}, "draft": {1: cost}}`.
+
+`round`: a round that verifies `rows` rows, without its draft steps. `draft`: one draft step.
+"""
 
 
 def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
     """Return a profile's payoff model with the round and draft-step costs of this runtime.
 
-    The profile's costs come from some other machine and weight layout. Rounds are timed here once for each kind of
-    model and path, and cached on disk: draft lengths, and so seeded texts, do not vary with later timings. If the
-    context leaves no room for timing, returns the profile's payoff model, or None for a profile without costs. Raises
-    `BusyError` while the runtime is generating.
+    The profile's costs may come from another machine and weight layout. Rounds are timed here once for each model,
+    machine and draft path, and the costs are cached on disk: draft lengths, and so seeded texts, do not vary with later
+    timings. If the context is too short for timing, returns the profile's payoff model, or None for a profile without
+    costs. Raises `BusyError` while the runtime is generating.
     """
     payoff, path = profile.payoff, profile.path
     file = _file(runtime, path)
@@ -63,7 +69,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
 
 
 def measure_costs(runtime: Runtime, path: DraftPath) -> Shares:
-    """Time rounds in the decoding loop; return the median costs, or an empty dict if the context leaves no room.
+    """Time rounds in the decoding loop; return the median costs, or an empty dict if the context is too short.
 
     Raises `BusyError` while the runtime has a stream.
     """
@@ -96,7 +102,10 @@ def _round_up(share: float) -> float:
 
 
 def _interpolate(shares: Mapping[int, float], rows: int) -> float:
-    """Return the cost at `rows` rows, by linear interpolation and extrapolation of the timed ones; at least 1."""
+    """Return the cost of a round that verifies `rows` rows, at least 1, by linear interpolation or extrapolation.
+
+    `shares`: the measured costs by number of rows.
+    """
     known = sorted(shares.items())
     high = next((i for i in range(1, len(known)) if known[i][0] > rows), len(known) - 1)
     (a, x), (b, y) = known[high - 1], known[high]
@@ -104,7 +113,7 @@ def _interpolate(shares: Mapping[int, float], rows: int) -> float:
 
 
 def _file(runtime: Runtime, path: DraftPath) -> Path:
-    """Return the cache file of the costs for this kind of model, path, thread count and machine."""
+    """Return the file that caches the costs for this model, path, thread count and machine."""
     groups = parts_of(runtime.model).layers[0].groups if is_lean(runtime.model) else ()
     linears = [module for group in groups for module in group.modules]
     layouts = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
@@ -123,7 +132,7 @@ def _file(runtime: Runtime, path: DraftPath) -> Path:
 
 
 def _validated(data: Any) -> Shares | None:
-    """Validate costs read from JSON, whose keys are strings; None if they are not as `measure_costs` returns them."""
+    """Return costs read from JSON in the form that `measure_costs` returns; None if the data is not of that form."""
     try:
         shares = {str(name): {int(rows): float(share) for rows, share in costs.items()} for name, costs in data.items()}
     except (AttributeError, TypeError, ValueError):

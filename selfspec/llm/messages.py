@@ -17,25 +17,21 @@ def message(role: str, content: object) -> dict[str, str]:
         raise SelfspecError(f"a chat message is a text; got {type(content).__name__}")
     if not is_unicode(content):
         raise SelfspecError(f"the {role}'s message is not valid Unicode text; give UTF-8")
-    if role == "user" and not content:
-        raise SelfspecError("the user's message is empty; give at least one character")
     return {"role": role, "content": content}
 
 
 def validate_messages(messages: object) -> list[dict[str, str]]:
-    """Validate messages, the last of which must be a user's. Raises `SelfspecError`, which numbers the message."""
+    """Return chat messages as dicts, after checking their roles and contents.
+
+    Raises `SelfspecError`, which gives the number of the wrong message.
+    """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise SelfspecError(
             f"messages: expected a list of {{'role': ..., 'content': ...}}; got {type(messages).__name__}"
         )
     if not messages:
         raise SelfspecError("messages: the list is empty; expected at least one message of the user")
-    valid_messages = [_checked(entry, f"message {number}") for number, entry in enumerate(messages, 1)]
-    if valid_messages[-1]["role"] != "user":
-        raise SelfspecError(
-            f"the last message is of the {valid_messages[-1]['role']}; expected one of the user, to be answered"
-        )
-    return valid_messages
+    return [_checked(entry, f"message {number}") for number, entry in enumerate(messages, 1)]
 
 
 def _checked(entry: object, where: str) -> dict[str, str]:
@@ -56,19 +52,19 @@ def _checked(entry: object, where: str) -> dict[str, str]:
 
 
 def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Encode messages up to the beginning of the answer by the tokenizer's chat template.
+    """Return the token ids of messages and of the answer's header, as the tokenizer's chat template formats them.
 
     Only the template adds special tokens: tokenising the rendered text would add a second BOS token.
     Raises `SelfspecError` if there is no template, and if the template fails.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise SelfspecError("its tokenizer has no chat template; do without chat, or take a model made for it")
+        raise SelfspecError("the tokenizer has no chat template; do without chat, or take a model that has one")
     try:
         ids = tokenizer.apply_chat_template(
             [dict(entry) for entry in messages], add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # a template can raise anything
-        raise SelfspecError(f"its tokenizer's chat template fails: {reason(error)}") from None
+        raise SelfspecError(f"the tokenizer's chat template fails: {reason(error)}") from None
     return list(ids)
 
 
@@ -77,4 +73,4 @@ def check_system(tokenizer: Any) -> None:
     user = message("user", "x")
     first, second = (render(tokenizer, [message("system", text), user]) for text in ("one", "other"))
     if first == second:
-        raise SelfspecError("its tokenizer's chat template leaves system messages out; do without one")
+        raise SelfspecError("the tokenizer's chat template leaves system messages out; do without one")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import Option
 from selfspec.text.prompt import is_unicode
+from selfspec.types.limits import LOWEST_TEMPERATURE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
@@ -40,10 +41,11 @@ TopP = Annotated[
 class Options:
     """Decoding options, as `LLM.generate` takes them.
 
-    `config`: a `GenerationConfig`, with its semantics in `transformers`' generate; unset fields come from the model's
-    own `generation_config`, then from `transformers`' defaults. The other options override it. Without a `config`,
-    `temperature` is 0, `top_k` and `top_p` are off, and `max_new_tokens` is 128. `settings`: other fields of a
-    `GenerationConfig`, which override those of `config`. `adapter`: the name of one of the model's adapters, or `base`.
+    `config`: a `GenerationConfig`; each field means what it means in `transformers`' `generate`. Unset fields come from
+    the model's own `generation_config`, then from `transformers`' defaults. The other options override the config.
+    Without a `config`, `temperature` is 0, `top_k` and `top_p` are off, and `max_new_tokens` is 128. `settings`: other
+    fields of a `GenerationConfig` by name, which override the fields of `config`. `adapter`: the name of one of the
+    model's adapters, or `base` for none (None: the default of `Adapters`).
     """
 
     config: "GenerationConfig | None" = None
@@ -59,9 +61,9 @@ class Options:
     seed: Annotated[
         int | None,
         Option(
-            min=0,
+            min=-1,
             metavar="N",
-            help="Seed that makes sampling repeatable, and the same with and without drafting.",
+            help="Seed that makes sampling repeatable, and the same with and without drafting; -1: none.",
             panel=_SAMPLING,
         ),
     ] = None
@@ -77,6 +79,23 @@ class Options:
     ] = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        """Normalise equivalent values: integral floats, seed -1 (none), empty stop strings, nearly greedy sampling."""
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, name, int(value))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        if isinstance(self.stop, str | list | tuple):
+            stops = [self.stop] if isinstance(self.stop, str) else self.stop
+            object.__setattr__(self, "stop", tuple(stop for stop in stops if stop != ""))
+        if self.top_p == 0:
+            object.__setattr__(self, "top_p", None)
+            object.__setattr__(self, "temperature", 0.0)
+        elif self.temperature is not None and 0 < self.temperature < LOWEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     def check(self) -> None:
         """Raise `SelfspecError` for an option that is invalid for every model."""
@@ -110,7 +129,8 @@ class Options:
 class GenerateOptions(Options):
     """Decoding options and the further arguments of `LLM.generate` and `LLM.stream`.
 
-    `drafter` replaces the profile's drafter. With `probabilities` the events hold the target's probabilities.
+    `drafter` replaces the profile's drafter. With `probabilities`, the generation's `events` hold the target's
+    probability of each token.
     """
 
     _: KW_ONLY
@@ -122,8 +142,9 @@ class GenerateOptions(Options):
 class ManyOptions(Options):
     """Decoding options and the further arguments of `LLM.generate_many`.
 
-    `batch_size`: the most prompts that are decoded at a time. `memory`: size of the KV cache in GiB (`Batch`).
-    `ended`: called with index and generation of each prompt as it ends. `probabilities`: as in `GenerateOptions`.
+    `batch_size`: the most prompts that are decoded at a time. `memory`: size of the KV cache in GiB (None: the default
+    of `Batch`). `ended`: called with a prompt's index and generation when the prompt's generation ends.
+    `probabilities`: as in `GenerateOptions`.
     """
 
     _: KW_ONLY
@@ -134,8 +155,11 @@ class ManyOptions(Options):
 
 
 def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:
-    """Return stop strings as a tuple. Raises `SelfspecError` for one that is empty or not valid text."""
+    """Return stop strings as a tuple. `where`: a prefix of the error message.
+
+    Raises `SelfspecError` for a stop string that is empty, not a text or not valid Unicode.
+    """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):
-        raise SelfspecError(f"{where}a stop string is empty or no text; expected at least one character")
+        raise SelfspecError(f"{where}a stop string is empty or not valid text; expected at least one character")
     return stops

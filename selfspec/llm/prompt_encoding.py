@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
-    """Encode a prompt; with `chat`, a text becomes a user's message, after a `system` message if one is given.
+    """Return a prompt's token ids; with `chat`, a text becomes a user's message, after a `system` message if given.
 
-    A list of chat messages is encoded without `system`. Raises `SelfspecError` for messages if the tokenizer has no
-    chat template.
+    A list of chat messages is encoded without adding `system`. Raises `SelfspecError` for messages if the tokenizer has
+    no chat template.
     """
     if not chat or is_chat(prompt):
         return llm.encode(prompt)
@@ -28,7 +28,10 @@ def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None =
 
 
 def fit(ids: list[int], max_tokens: int, *, framed: bool) -> list[int]:
-    """Cut token ids to at most `max_tokens`: the first, or with `framed` (a template around the text) both ends."""
+    """Cut token ids to at most `max_tokens` by dropping tokens at the end, or with `framed` in the middle.
+
+    `framed`: a template surrounds the text, so that both ends must be kept.
+    """
     if len(ids) <= max_tokens or not framed:
         return ids[:max_tokens]
     end = max_tokens // 2
@@ -42,7 +45,7 @@ def warn_if_cut(lengths: Iterable[int], max_tokens: int) -> None:
         many = "1 prompt is" if len(cut) == 1 else f"{len(cut)} prompts are"
         longest = f"{max(cut)} tokens" if len(cut) == 1 else f"up to {max(cut)} tokens"
         warnings.warn(
-            f"{many} cut: of {longest}, where the context leaves {max_tokens} beside the new ones", stacklevel=3
+            f"{many} cut: {longest}, but only {max_tokens} fit the context together with the new tokens", stacklevel=3
         )
 
 
@@ -57,7 +60,8 @@ def takes_messages(llm: LLM) -> bool:
 def fit_prompt(llm: LLM, prompt: Prompt, max_new_tokens: int, *, chat: bool = False, framed: bool = False) -> Prompt:
     """Return the prompt unchanged if it and the new tokens fit the context, else its token ids cut by `fit`.
 
-    With `chat`, always token ids. Raises `SelfspecError` if the new tokens leave no room for the prompt.
+    `chat`: encode the prompt as a user's message, and always return token ids. `framed` is that of `fit`. Raises
+    `SelfspecError` if the new tokens leave no room for the prompt.
     """
     ids = encode(llm, prompt, chat=chat)
     max_prompt_tokens = llm.runtime.skeleton.context - max_new_tokens

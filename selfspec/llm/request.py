@@ -22,7 +22,7 @@ from selfspec.types.stats import Finish, Stats
 
 
 class Model(Protocol):
-    """Interface of the `LLM` that a request uses."""
+    """The attributes and methods of `LLM` that a request uses."""
 
     tokenizer: Any
     adapters: Adapters
@@ -39,9 +39,9 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a token from the raw logits, and those of the most probable tokens at its position.
+    """Log probability of an emitted token, computed from the raw logits.
 
-    `top`: pairs of token and log probability, the most probable first.
+    `top`: pairs of token and log probability, for the most probable tokens at the same position, most probable first.
     """
 
     token: int
@@ -50,10 +50,17 @@ class TokenLogprobs:
 
 
 class Request:
-    """One prompt of a batch. `prompt`: its token ids; `seq`: its sequence in the engine.
+    """One prompt of a batch, with its options and its results so far.
 
-    Raises `SelfspecError` for prompts and options that `LLM.generate` rejects, and for a seed with a rule whose text
-    depends on how the rounds draft.
+    `planned`: the plan of this prompt and these options; None: the plan is made here. `probabilities`: the generation's
+    events include the target's probabilities. `top`: keep the log probability of each new token in `logprobs`, and
+    those of the `top` most probable tokens at each position (None: keep none).
+
+    Attributes: `prompt`, its token ids; `seq`, its sequence in the engine; `error`, why the request failed; `done`,
+    whether the request has ended.
+
+    Raises `SelfspecError` for prompts and options that `LLM.generate` rejects, and for a seed with rule `token` or
+    `block`, whose text depends on how the rounds draft.
     """
 
     def __init__(
@@ -71,13 +78,18 @@ class Request:
         planned = planned or llm.plan(self.prompt, options)
         if planned.sampler.seeded and not (planned.sampler.greedy or planned.sampler.tied):
             raise SelfspecError(
-                f"rule '{options.rule}' with a seed: among others the text would depend on them; expected rule match, "
-                "or no seed"
+                f"rule '{options.rule}' with a seed: in a batch, the text would depend on the other sequences; "
+                "expected rule match, or no seed"
             )
         self._text = TextStream(llm.tokenizer, self.prompt, planned.stops)
         stop = with_deadline(self._text.push, planned.config.max_time)
         self.seq = SequenceState(
-            list(self.prompt), planned.max_new_tokens, planned.sampler, planned.ends, rule=planned.rule, stop=stop
+            list(self.prompt),
+            planned.max_new_tokens,
+            planned.sampler,
+            planned.final_tokens,
+            rule=planned.rule,
+            stop=stop,
         )
         self.tokens: list[int] = []  # new tokens so far
         self.stats = Stats(prompt=len(self.prompt))
@@ -86,17 +98,19 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []
         self._probabilities, self._top = probabilities, top
         self._spans = Spans(self._text, self.stats)
-        self._finish = finish_of(self.seq, self._text, self.tokens, guided=options.guide is not None)
+        self._finish = finish_of(
+            self.seq, self._text, self.tokens, guided=options.guide is not None, stop_tokens=planned.stop_tokens
+        )
         self._since = time.perf_counter()
 
     @property
     def text(self) -> str:
-        """The text so far, without a tail that may still change."""
+        """The text so far, without an incomplete character or possible stop string at the end."""
         return self._text.text
 
     @property
     def finish(self) -> Finish | None:
-        """Why the text ended; None while it runs, and for an interrupted request."""
+        """The reason why the text ended; None while the request runs, and for an interrupted request."""
         return self.stats.finish
 
     @property
@@ -113,12 +127,12 @@ class Request:
         return list(self._spans.split(self.take()))
 
     def mark_admitted(self) -> None:
-        """Record the admission: the request has a cache row, and its time counts from now."""
+        """Record that the engine admitted the request to a cache row; the time of its first round starts now."""
         self.stats.num_cached = self.seq.num_cached
         self._since = time.perf_counter()
 
     def record_round(self, outcome: Outcome) -> None:
-        """Record the sequence's outcome of a batch round."""
+        """Record the outcome that a batch round had for this request's sequence."""
         now = time.perf_counter()
         count_round(self.stats, outcome, now - self._since, probabilities=self._probabilities)
         self._since = now
@@ -134,7 +148,7 @@ class Request:
 
 
 def logprobs_of(outcome: Outcome, top: int) -> list[TokenLogprobs]:
-    """Return the log probabilities of the tokens that a round emitted, each with the `top` most probable tokens."""
+    """Return the log probability of each token that a round emitted, with the `top` most probable alternatives."""
     assert outcome.step.logits is not None
     rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
     logits = outcome.step.logits[0, rows]

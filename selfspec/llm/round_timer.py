@@ -22,7 +22,7 @@ from selfspec.types.draft_path import DraftPath
 
 @dataclass(frozen=True, slots=True)
 class RoundSample:
-    """Timed round: its path, number of drafted tokens, and seconds of drafting (`draft`) and of the `rest`."""
+    """Timed round: draft path, number of drafted tokens, seconds of drafting (`draft`) and of all else (`rest`)."""
 
     path: DraftPath
     drafted: int
@@ -31,7 +31,7 @@ class RoundSample:
 
 
 class Probe(PlainDrafter):
-    """Drafter with a settable draft length, which times its drafting."""
+    """Drafter that drafts `length` tokens with `drafter` in each round, and records the `seconds` of drafting."""
 
     drafts = True
 
@@ -40,7 +40,7 @@ class Probe(PlainDrafter):
         self.length, self.seconds = 0, 0.0
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return chains of `length` tokens."""
+        """Return an autoregressive draft of `length` tokens for each sequence."""
         start = time.perf_counter()
         drafts = [NO_DRAFT] * len(seqs)
         if self.length:
@@ -59,10 +59,11 @@ def timed_rounds(
     plan: Sequence[int],
     draw: random.Random,
 ) -> list[RoundSample]:
-    """Decode a random prompt with the draft lengths in `plan`, and time each round but the prefill's.
+    """Decode a random prompt with the draft lengths in `plan`, and time each round except the first.
 
-    CPU caches take several rounds to settle: a plain step after a wide pass can take 1.6 times as long. Raises
-    `BusyError` while the runtime has a stream.
+    A first round without a draft, before those of `plan`, includes the prefill. `context`: the prompt's length in
+    tokens. CPU caches take several rounds to settle: a decode step without a draft can take 1.6 times as long after a
+    wide pass. Raises `BusyError` while the runtime has a stream.
     """
     vocabulary = runtime.skeleton.identity.vocabulary or 2
     max_new_tokens = runtime.skeleton.context - context

@@ -1,6 +1,7 @@
-"""Decoding options resolved for one prompt: selfspec's own, and `transformers`' `GenerationConfig` with its semantics.
+"""Resolution of decoding options for one prompt: selfspec's options and `transformers`' `GenerationConfig`.
 
-One sequence, greedy or sampled; any other request in a configuration raises an error that names it.
+Each field of a `GenerationConfig` means what it means in `transformers`. selfspec decodes one sequence, greedily or by
+sampling; a field that asks for anything else, such as beam search, raises an error that names the field.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from selfspec.models.skeleton import end_tokens
 from selfspec.speculation.rules import Rule, find_rule
 from selfspec.speculation.sampling import Sampler, as_integer
 
-_ALONE = {  # fields for other than decoding one sequence from one model's own scores, and the values that disable them
+_ALONE = {  # unsupported fields (beam search, guidance, contrastive search, ...), and the values that disable each
     "num_beams": (None, 1),
     "guidance_scale": (None, 1),
     "token_healing": (None, False),
@@ -36,7 +37,7 @@ _ALONE = {  # fields for other than decoding one sequence from one model's own s
     "use_mtp": (None, False),
     "is_assistant": (None, False),
 }
-_TOKENS = (
+_TOKENS = (  # fields that hold token ids
     "eos_token_id",
     "forced_bos_token_id",
     "forced_eos_token_id",
@@ -46,7 +47,7 @@ _TOKENS = (
 )
 
 
-_REAL = (
+_REAL = (  # fields that hold one real number
     "temperature",
     "top_k",
     "top_p",
@@ -62,7 +63,11 @@ _REAL = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Options resolved for one prompt. `config`: a complete `GenerationConfig`, independent of the model's own."""
+    """Options resolved for one prompt.
+
+    `config`: a `GenerationConfig` with every default filled in, independent of the model's `generation_config`.
+    `ends`: the end-of-sequence tokens. `stops`: the stop strings; `stop_tokens`: the special tokens among them.
+    """
 
     config: GenerationConfig
     max_new_tokens: int
@@ -70,6 +75,12 @@ class Plan:
     rule: Rule
     ends: frozenset[int]
     stops: tuple[str, ...]
+    stop_tokens: frozenset[int] = frozenset()
+
+    @property
+    def final_tokens(self) -> frozenset[int]:
+        """The tokens that end the text."""
+        return self.ends | self.stop_tokens
 
 
 def plan(model: Any, options: Options, prompt: Sequence[int], *, ends: frozenset[int]) -> Plan:
@@ -152,9 +163,10 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
 
 
 def new_tokens(model: Any, options: Options, prompt: int) -> int:
-    """Return the maximum of new tokens after a prompt of `prompt` tokens, by the rules of `transformers`.
+    """Return the maximum number of new tokens after a prompt of `prompt` tokens, by the rules of `transformers`.
 
-    `max_new_tokens` takes precedence over `max_length`, wherever either is set. Raises `SelfspecError`.
+    `max_new_tokens` takes precedence over `max_length`, wherever either is set. Raises `SelfspecError` for an
+    invalid value, and if `max_length` leaves no room for a new token.
     """
     if options.max_new_tokens is not None:
         return as_integer(options.max_new_tokens, "max_new_tokens", least=1)
@@ -177,7 +189,10 @@ def new_tokens(model: Any, options: Options, prompt: int) -> int:
 
 
 def check_config(config: GenerationConfig, vocabulary: int) -> None:
-    """Raise `SelfspecError` for unsupported fields, and for values that would fail late or silently."""
+    """Raise `SelfspecError` for unsupported fields, and for values that would fail late or silently.
+
+    `vocabulary`: the number of token ids of the model.
+    """
     for name, harmless in _ALONE.items():
         value = getattr(config, name, None)
         if value not in harmless:
@@ -196,7 +211,7 @@ def check_config(config: GenerationConfig, vocabulary: int) -> None:
     decay = config.exponential_decay_length_penalty
     if decay is not None and not (len(decay) == 2 and all(isinstance(number, int | float) for number in decay)):
         raise SelfspecError(
-            f"generation config: exponential_decay_length_penalty {decay}: expected where from, and a factor"
+            f"generation config: exponential_decay_length_penalty {decay}: expected a start index and a factor"
         )
     for name in _TOKENS:
         for token in _numbers(getattr(config, name)):
@@ -222,7 +237,10 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def with_deadline(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
-    """Wrap `push` so that it also returns True (stop) once `seconds` have passed."""
+    """Return a function that calls `push(token)`, and returns True (stop) if `push` does or `seconds` have passed.
+
+    None for `seconds`: no time limit.
+    """
     if seconds is None:
         return push
     deadline = time.perf_counter() + seconds

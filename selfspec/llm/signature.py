@@ -1,4 +1,4 @@
-"""Methods whose arguments are the fields of an options class, so that the fields are written once."""
+"""Methods whose keyword arguments are the fields of an options class, so that each field is declared once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 def options_method(
     options: Callable[P, OptionsT], call: Callable[[OwnerT, RequestT, OptionsT], ResultT]
 ) -> Callable[Concatenate[OwnerT, RequestT, P], ResultT]:
-    """Return a method that takes a request and the fields of the options, and passes both to `call`.
+    """Return a method that takes a request and the fields of `options`, and calls `call(self, request, options)`.
 
     The method has the name (without a leading `_`), the docstring and the return type of `call`.
     """

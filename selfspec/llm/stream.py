@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,9 +17,9 @@ from selfspec.types.stats import Finish, Round, Stats
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished (or interrupted) generation: the new text, the new token ids, and their statistics.
+    """A finished (or interrupted) generation: the new text, the new token ids (`tokens`), and the statistics.
 
-    In a notebook the text is shown coloured by `events`.
+    A notebook shows the text with each token coloured by its origin.
     """
 
     text: str
@@ -29,12 +29,15 @@ class Generation:
 
     @property
     def finish(self) -> Finish | None:
-        """Why the text ended; None for an interrupted generation."""
+        """The reason why the text ended; None for an interrupted generation."""
         return self.stats.finish
 
     @cached_property
     def events(self) -> tuple[TokenEvent, ...]:
-        """The origin of each token, computed on first access; the events' texts, joined, equal `text`."""
+        """The event of each new token: its text, its origin and its round. Computed on first access.
+
+        The texts of all events, joined, equal `text`.
+        """
         texts = self._source.texts(len(self.tokens), self.text)
         return token_events(self.tokens, texts, self.stats.log, self._source.text_of)
 
@@ -43,12 +46,14 @@ class Generation:
 
 
 class Stream:
-    """A running generation: iterate over its pieces of text; `result` is the `Generation` so far.
+    """A running generation, an iterator over its pieces of text; `result` is the `Generation` so far.
 
-    `close()` ends it early and frees the model; leaving the iteration and dropping the stream does so too. Without
-    `pieces` all text comes at the end, which is less work. With `probabilities` the events include the target's
-    probabilities. `ended` is called with the text when the stream ends for any reason, if it emitted a token.
-    `guided`: an end token means that a guide is complete.
+    `close()` ends the generation early and frees the model, as does dropping the last reference to the stream.
+
+    `rounds`: the outcomes of decoding `seq`, whose tokens are pushed to the detokeniser `text`. Without `pieces`, the
+    stream yields all text at the end, which is less work. With `probabilities`, the generation's events include the
+    target's probabilities. `guided`: an end token means that the guide's grammar is complete; the finish reason is then
+    "guide", not "end". `ended`: called with the text when the stream ends for any reason, if it emitted a token.
     """
 
     def __init__(
@@ -60,13 +65,14 @@ class Stream:
         pieces: bool = True,
         probabilities: bool = False,
         guided: bool = False,
+        stop_tokens: Collection[int] = (),
         ended: Callable[[str], None] | None = None,
     ) -> None:
         self._text = text
         self._tokens: list[int] = []
         self._stats = Stats(prompt=len(seq.tokens))
         # The generator does not reference this object, so that dropping the stream ends the generator at once.
-        finish = finish_of(seq, text, self._tokens, guided=guided)
+        finish = finish_of(seq, text, self._tokens, guided=guided, stop_tokens=stop_tokens)
         shown = _pieces(rounds, seq, text, self._tokens, self._stats, pieces, probabilities, finish)
         self._pieces = shown if ended is None else _call_when_ended(shown, seq, text, ended)
 
@@ -77,9 +83,9 @@ class Stream:
         return next(self._pieces)
 
     def spans(self) -> Iterator[tuple[Origin, str]]:
-        """Iterate over the pieces of text, split at token boundaries, each with its token's origin.
+        """Yield pairs of origin and text: the pieces of text split at token boundaries, with each token's origin.
 
-        Leaving the iteration ends the generation.
+        Closing this iterator ends the generation.
         """
         try:
             yield from self._spans()
@@ -93,7 +99,7 @@ class Stream:
 
     @property
     def result(self) -> Generation:
-        """Text, tokens and stats so far; final once the iteration has ended."""
+        """The text, tokens and statistics so far; they are final once the iteration has ended."""
         return Generation(self._text.text, list(self._tokens), self._stats, self._text)
 
     def close(self) -> None:
@@ -102,7 +108,10 @@ class Stream:
 
 
 class Spans:
-    """Splitter of a stream's pieces at token boundaries, which labels each part with its token's origin."""
+    """Splitter of a stream's pieces of text at token boundaries, which pairs each part with its token's origin.
+
+    `stats`: the statistics of the stream, whose rounds tell the origins.
+    """
 
     def __init__(self, text: TextStream, stats: Stats) -> None:
         self._text, self._stats = text, stats
@@ -110,7 +119,7 @@ class Spans:
         self._rounds = self._token = self._shown = 0
 
     def split(self, piece: str) -> Iterator[tuple[Origin, str]]:
-        """Yield the parts of the next piece, each with its token's origin."""
+        """Yield the parts of the stream's next piece, each with its token's origin."""
         log, ends, token_origins = self._stats.log, self._text.ends, self._origins
         token_origins += (origin for done in log[self._rounds :] for origin in origins(done))
         self._rounds, start, end = len(log), self._shown, self._shown + len(piece)
@@ -123,18 +132,24 @@ class Spans:
 
 
 def finish_of(
-    seq: SequenceState, text: TextStream, tokens: Sequence[int], *, guided: bool
+    seq: SequenceState,
+    text: TextStream,
+    tokens: Sequence[int],
+    *,
+    guided: bool,
+    stop_tokens: Collection[int] = (),
 ) -> Callable[[], Finish | None]:
-    """Return a function that gives the finish reason of a new sequence, None until it ends.
+    """Return a function that returns the finish reason of a new sequence, or None until the sequence has ended.
 
-    `tokens`: the list to which its new tokens are appended.
+    `text`: the sequence's detokeniser. `tokens`: the list to which the sequence's new tokens are appended. `guided`:
+    report an end token as "guide", not as "end". `stop_tokens`: tokens that are reported as "stop".
     """
     limit = seq.remaining
 
     def finish() -> Finish | None:
         if seq.remaining:
             return None
-        if text.stopped:
+        if text.stopped or (tokens and tokens[-1] in stop_tokens):
             return "stop"
         if tokens and tokens[-1] in seq.ends:
             return "guide" if guided else "end"
@@ -157,7 +172,10 @@ def _call_when_ended(
 
 
 def count_round(stats: Stats, outcome: Outcome, seconds: float, *, probabilities: bool = False) -> Round:
-    """Add a round of `seconds` to the statistics; with `probabilities`, record the target's for each token."""
+    """Add a round that took `seconds` to the statistics, and return its record.
+
+    With `probabilities`, the record includes the target's probability of each emitted token.
+    """
     draft = outcome.draft
     done = Round(
         draft.depth,
@@ -197,7 +215,10 @@ def _pieces(
     probabilities: bool,
     finish: Callable[[], Finish | None],
 ) -> Generator[str]:
-    """Yield pieces of text round by round, filling `tokens` and `stats`."""
+    """Yield pieces of text round by round (without `pieces`: all text at the end), and fill `tokens` and `stats`.
+
+    `finish`: returns the finish reason, None before the end.
+    """
     start = time.perf_counter()
     try:
         for outcome in rounds:

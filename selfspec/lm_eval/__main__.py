@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command; exits with 2 and one line for a `SelfspecError`, or if the harness is not installed."""
+    """Run lm-evaluation-harness; exit with code 2 and one line for a `SelfspecError`, or if it is not installed."""
     from selfspec.basics.errors import SelfspecError
 
     try:

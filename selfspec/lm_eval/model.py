@@ -15,11 +15,11 @@ from selfspec.models.loading import gguf_file, load_model
 
 @register_model("selfspec")
 class SelfspecLM(HFLM):  # type: ignore[misc]
-    """`hf` of lm-evaluation-harness, with its arguments and scores; `generate_until` decodes speculatively.
+    """lm-evaluation-harness's `hf` model with speculative decoding in `generate_until`; its scores are unchanged.
 
     `pretrained` may also be `builtin`, `smollm2-135m` or a GGUF file, loaded as by `selfspec.load`. `profile`,
     `method`, `rule` and `layout`: as in `selfspec.hf`. Raises `SelfspecError` as `selfspec.hf` does, and for a
-    tokenizer passed with one of these models, which have their own.
+    `tokenizer` passed with `builtin`, `smollm2-135m` or a GGUF file, because these models include a tokenizer.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class SelfspecLM(HFLM):  # type: ignore[misc]
         self._drafted = hf(profile, method=method, rule=rule, layout=layout)
         if isinstance(pretrained, str) and (pretrained == NAME or gguf_file(pretrained) is not None):
             if kwargs.get("tokenizer") is not None:
-                raise SelfspecError(f"model {pretrained} brings its tokenizer; leave it out")
+                raise SelfspecError(f"tokenizer: given for model {pretrained}, which includes one; expected none")
             device, dtype = kwargs.get("device") or "auto", kwargs.get("dtype") or "auto"
             pretrained, kwargs["tokenizer"] = load_model(pretrained, device=device, dtype=dtype)
         super().__init__(pretrained, **kwargs)

@@ -1,4 +1,7 @@
-"""Comparison of the methods' texts with plain decoding's in a benchmark, by token ids; tells near-ties from bugs."""
+"""Comparison of each benchmarked method's texts with the texts of plain decoding; tells near-ties from bugs.
+
+Plain decoding is decoding without drafts. Texts are compared by token ids.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ Tokens = tuple[int, ...]
 
 
 def verdict(plain: LLM, other: LLM, prompt: Prompt, texts: Collection[Tokens], others: Collection[Tokens]) -> Verdict:
-    """Return the worst difference between the greedy texts (new token ids) of two copies of one model.
+    """Return the worst verdict on the greedy texts (new token ids) that two methods produced after `prompt`.
 
-    The copies may differ in their weight layouts. `texts`: plain decoding's, of all its runs; `others`: the texts of
-    another method, which runs on `other`.
+    `plain` and `other` are copies of the same model whose weight layouts may differ. `texts`: the texts of all runs of
+    plain decoding, on `plain`; `others`: the texts of all runs of the other method, on `other`. Every text is compared
+    with the smallest text in `texts`.
     """
     first = min(texts)
     differences = [_difference(plain, other, prompt, first, text) for text in sorted({*texts, *others} - {first})]
@@ -31,7 +35,7 @@ def verdict(plain: LLM, other: LLM, prompt: Prompt, texts: Collection[Tokens], o
 
 
 def count_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """Count the prompts with each verdict."""
+    """Return the number of prompts with each verdict, as `same`, `near_ties` and `bugs`; one verdict per prompt."""
     count = Counter(verdicts)
     return {"same": count["same"], "near_ties": count["near_tie"], "bugs": count["bug"]}
 
@@ -43,7 +47,10 @@ def _judged(difference: Difference | None) -> Verdict:
 
 
 def _difference(plain: LLM, other: LLM, prompt: Prompt, text: Tokens, its: Tokens) -> Difference | None:
-    """Compare two texts; passes of `other` give its rounding noise, and a pass of `plain` the layouts' difference."""
+    """Return the first difference of the text `its` from `text`; None if they are equal.
+
+    The rounding noise is measured by passes of `other` and, if `plain` is a separate copy, by a pass of `plain`.
+    """
     ids = plain.encode(prompt)
     reference = None
     if other is not plain:

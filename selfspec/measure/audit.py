@@ -1,9 +1,9 @@
-"""Audit of losslessness: finds the first difference from plain decoding's output, and tells near-ties from bugs.
+"""Audit of losslessness: compares speculative with plain decoding (no drafts), and tells near-ties from bugs.
 
-Passes of different widths use different kernels, and below float64 they may round a near-tie differently. The noise of
-a prefix is the largest difference between the logits that passes of different widths give after it. A first difference
-is a near-tie if the logits of both tokens lie at most `TOLERANCE` times the noise below the best logit. Any other
-difference is a bug.
+Forward passes over different numbers of tokens use different kernels, and below float64 these may round a near-tie
+differently. The noise after a prefix is the largest difference between the logits that passes of different widths
+compute there. The first difference between two outputs is a near-tie if the logits of both tokens lie at most
+`TOLERANCE` times the noise below the best logit. Any other difference is a bug.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from selfspec.text.prompt import Prompt
 from selfspec.types.stats import Stats
 
 TOLERANCE = 4.0
-_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 13)  # widths of passes, as verification passes may have
+_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 13)  # tokens per pass, as in verification passes
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference of two outputs: after how many new tokens, both tokens, and how close their logits are.
+    """The first difference between two outputs, and how close the logits of the two tokens are.
 
-    `gap`: the best logit minus the lower logit of the two tokens, in a pass of one token. `noise`: the largest
-    difference between passes of one token and wider ones (or the other implementation) on the same prefix. Both are in
-    processed logits; when sampling with a seed, in log probabilities plus the position's noise. If one output ends
-    before the other, `gap` is None.
+    `index`: the number of equal new tokens before the difference. `plain` and `other`: the token of each output there;
+    None if that output has ended. `gap`: the best logit minus the lower logit of the two tokens, in passes of one
+    token; None if one output has ended. `noise`: the largest difference, after the same prefix, between the logits of
+    passes of one token and those of wider passes or of another implementation. `gap` and `noise` are in processed
+    logits; when sampling with a seed, in log probabilities plus the Gumbel noise of the position.
     """
 
     index: int
@@ -49,7 +50,7 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains the difference."""
+        """Whether rounding explains the difference: `gap` is at most `TOLERANCE` times `noise`."""
         return self.gap is not None and self.gap <= TOLERANCE * self.noise
 
     def __str__(self) -> str:
@@ -72,10 +73,11 @@ def first_difference(
     sampler: Sampler | None = None,
     reference: Tensor | None = None,
 ) -> Difference | None:
-    """Return the first difference of `other` from `plain` (new token ids), or None if they are equal.
+    """Return the first difference of `other` from `plain` (new token ids after `prompt`), or None if they are equal.
 
-    `sampler`: how the tokens were sampled; greedy by default. A sampling one must have tied noise. `reference`: another
-    implementation's logits `[V]` on the common prefix, if `other` came from one. The runtime must not be busy.
+    `sampler`: the sampler that chose the tokens of both outputs (None: greedy); if it samples, its noise must be tied
+    to the position. `reference`: if one of the texts was not produced by `runtime`, the logits `[V]` of the other
+    implementation after the common prefix. Raises `BusyError` while the runtime has a stream.
     """
     if list(plain) == list(other):
         return None
@@ -100,12 +102,15 @@ def first_difference(
 
 
 def in_common(plain: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of two texts' common prefix."""
+    """Return the length in tokens of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
 
 
 def _apart(a: Tensor, b: Tensor, token: int) -> float:
-    """Return the largest difference over tokens that both allow; infinite if only one of them allows `token`."""
+    """Return the largest difference between logits `a` and `b` `[V]` over the tokens that are finite in both.
+
+    Returns infinity if `token` is finite in only one of `a` and `b`.
+    """
     if a[token].isfinite() != b[token].isfinite():
         return math.inf
     both = a.isfinite() & b.isfinite()
@@ -113,9 +118,10 @@ def _apart(a: Tensor, b: Tensor, token: int) -> float:
 
 
 def _logits(runtime: Runtime, prompt: Sequence[int], new: Sequence[int], width: int) -> Tensor:
-    """Return the logits `[V]`, at least float32, after `prompt` in one pass and `new` in passes of `width` tokens.
+    """Return the logits `[V]`, at least float32, after `prompt` and `new`, computed in passes of `width` tokens.
 
-    As when decoding, the last prompt token is read together with the new ones; the last pass has the full width.
+    As in decoding, a prefill reads the prompt except for its last tokens, which are read together with `new`. The last
+    pass has exactly `width` tokens; the pass after the prefill may be narrower.
     """
     tokens = torch.tensor([[*prompt, *new]], device=runtime.device)
     end = tokens.shape[1]
@@ -133,9 +139,10 @@ def _logits(runtime: Runtime, prompt: Sequence[int], new: Sequence[int], width: 
 
 @dataclass(slots=True)
 class Audit:
-    """The result of an audit. `tokens`: the number of compared tokens; `stats`: of the speculative decoding.
+    """The result of an audit.
 
-    `differences`: pairs of the prompt's index (from 0) and the difference.
+    `prompts`: the number of audited prompts. `tokens`: the number of compared tokens. `stats`: the statistics of the
+    speculative decoding. `differences`: pairs of a prompt's index (from 0) and a difference in its text.
     """
 
     prompts: int = 0
@@ -154,7 +161,7 @@ class Audit:
         return len(self.differences) - self.near_ties
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole result, ready for JSON."""
+        """Return all counts, statistics and differences, ready for JSON."""
         differences = [
             {"prompt": prompt, **dataclasses.asdict(difference), "near_tie": difference.near_tie}
             for prompt, difference in self.differences
@@ -173,16 +180,16 @@ def audit(
     seed: int = 0,
     on_prompt: Callable[[Audit], None] | None = None,
 ) -> Audit:
-    """Decode every prompt plainly and with `drafter`, and classify every difference.
+    """Decode every prompt without drafts and with `drafter`, and classify every difference.
 
-    After a difference, speculation goes on from plain decoding's own text. `temperature` above 0 samples with `seed`,
-    under which both texts must be equal too. `on_prompt` receives the result so far after each prompt. Raises
-    `SelfspecError` for a wrong option or prompt.
+    After a difference, speculative decoding restarts behind the token that differs, on the text of plain decoding.
+    With a `temperature` above 0 both sample with `seed`, and their texts must be equal too. `on_prompt` receives the
+    result so far after each prompt. Raises `SelfspecError` for an invalid option or prompt, and without prompts.
     """
     result = Audit()
     options = Options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
     if not prompts:
-        raise SelfspecError("no prompts to audit with; give at least one")
+        raise SelfspecError("audit: no prompts given; expected at least one")
     for number, prompt in enumerate(prompts):
         ids = llm.encode(prompt)
         text = llm.run(ids, options, drafter=PlainDrafter()).tokens

@@ -1,4 +1,7 @@
-"""`selfspec bench`: run every method on the same prompts, and compare with measured costs, theory and the roofline."""
+"""The benchmark of `selfspec bench`: runs every method on the same prompts, interleaved with plain decoding.
+
+Plain decoding is decoding without drafts. Speeds are compared with measured costs, theory and the memory roofline.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,16 @@ from selfspec.types.bits import bits_read
 from selfspec.types.costs import CostModel
 from selfspec.types.stats import Stats
 
-WIDTHS = (1, 2, 3, 4, 6, 8)
+WIDTHS = (1, 2, 3, 4, 6, 8)  # tokens per pass of the timed forward passes
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """The task of a benchmark: `methods` on `prompts`, `rounds` times each; `skip` drafts as `profile` describes.
+    """The task of a benchmark: run each of `methods` on each of `prompts`, `rounds` times.
 
-    `tasks`: the task name of each prompt; empty if unknown, or if no figures by task are wanted. `patience`: the number
-    of prompts after which a method that is slower than plain decoding is dropped; None: every method runs to the end.
+    `profile`: the profile that the methods `skip`, `path` and `guarded` draft with. `tasks`: the task name of each
+    prompt; empty for no figures by task. `patience`: the number of prompts after which a method that is slower than
+    plain decoding is dropped (None: never).
     """
 
     methods: tuple[str, ...]
@@ -51,7 +55,11 @@ class BenchTask:
 
 @dataclass
 class BenchCallbacks:
-    """Callbacks of a benchmark: the current stage, the estimated seconds of the runs, and each finished run."""
+    """Callbacks that report the progress of a benchmark.
+
+    `stage(name)`: a stage has started. `estimate(seconds, runs)`: the estimated seconds of all runs, and their number.
+    `run()`: a run has finished.
+    """
 
     stage: Callable[[str], None] = lambda name: None
     estimate: Callable[[float, int], None] = lambda seconds, runs: None
@@ -60,9 +68,11 @@ class BenchCallbacks:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The runs at one temperature. `texts[name][prompt]`: the distinct token id sequences of a method's runs.
+    """The runs at one temperature, by method name.
 
-    `growth`: bytes by which device memory grew in a method's first run. `drafters`: the drafter of each method, if any.
+    `texts[name][prompt]`: the distinct texts (token ids) of the method's runs on a prompt. `growth[name]`: the bytes by
+    which GPU memory grew in the method's first run; empty on a CPU. `drafters[name]`: the method's drafter; None for
+    plain decoding and for methods of `transformers`.
     """
 
     runs: Runs
@@ -76,9 +86,11 @@ Oracle = Callable[[LLM, BenchTask, CostModel, float], tuple[float, float]]
 
 @dataclass
 class Benchmark:
-    """A benchmark that runs one temperature at a time; `conditions` describes the machine, the model and the task.
+    """A benchmark, which runs one temperature at a time.
 
-    `oracle(llm, task, costs, temperature)` returns the upper bound on the trace: a speedup and tokens per round.
+    `subjects`: the copies of the model that the methods run on. `oracle(llm, task, costs, temperature)`: returns the
+    speedup and the tokens per round of a drafter that always stops drafting at the best point, an upper bound; None:
+    the bound is not computed. `watch`: the progress callbacks.
     """
 
     subjects: ModelCopies
@@ -87,7 +99,7 @@ class Benchmark:
     watch: BenchCallbacks = field(default_factory=BenchCallbacks)
 
     def conditions(self) -> Json:
-        """Return the machine, the model and the task, and all figures that need no decoding."""
+        """Return the description of machine, model and task, with the memory and pass timings that need no decoding."""
         s, t = self.subjects, self.task
         runtime = s.plain.runtime
         self.watch.stage("reading memory")
@@ -123,7 +135,11 @@ class Benchmark:
         }
 
     def run_temperature(self, temperature: float) -> Json:
-        """Run every method at a temperature; for a layer skip, add the figures of costs, theory and oracle."""
+        """Run every method at a temperature and return its figures.
+
+        If `skip` is among the methods and its path is cheaper than the full model, the result also holds the speedups
+        of `skip` by measured costs, by theory and by the oracle.
+        """
         t = self.task
         options = same_length(Options(max_new_tokens=t.max_new_tokens, temperature=temperature))
         ran = self._run(options)
@@ -154,7 +170,7 @@ class Benchmark:
         return result
 
     def _run(self, options: Options) -> _Ran:
-        """Run every method on every prompt, interleaved."""
+        """Run every method on every prompt, interleaved, and return the runs with their texts and memory growth."""
         t, watch = self.task, self.watch
         last: dict[str, tuple[int, ...]] = {}
         drafters = self._drafters()
@@ -194,7 +210,7 @@ class Benchmark:
         return _Ran(runs, texts, growth, drafters)
 
     def _drafters(self) -> dict[str, Drafter | None]:
-        """Return each method's drafter; None for plain decoding and for methods of `transformers`."""
+        """Return the drafter of each method by name; None for plain decoding and for methods of `transformers`."""
         known = {name: find_method(name) for name in self.task.methods}
         return {
             name: method.drafter(self.subjects.on(method.weights), self.task.profile) for name, method in known.items()
@@ -203,7 +219,7 @@ class Benchmark:
     def _methods(
         self, options: Options, last: dict[str, tuple[int, ...]], drafters: Mapping[str, Drafter | None]
     ) -> dict[str, Method]:
-        """Return the methods; each writes the token ids of its last text into `last`."""
+        """Return the methods to time by name; each run of a method stores the token ids of its text in `last[name]`."""
 
         def made(name: str) -> Method:
             known = find_method(name)
@@ -213,7 +229,7 @@ class Benchmark:
         return {name: made(name) for name in self.task.methods}
 
     def _hopeless(self, runs: Runs) -> set[str]:
-        """Return the methods, never plain decoding, whose speedup's interval lies below 1 after `patience` prompts."""
+        """Return the methods to drop: those whose interval of speedups is below 1 after `patience` prompts."""
         patience, num_prompts = self.task.patience, len(runs.stats["plain"])
         if patience is None or num_prompts < patience:
             return set()
@@ -221,14 +237,17 @@ class Benchmark:
         return {name for name in running if runs.speedup(name, "plain")[1][1] < 1}
 
     def _verdicts(self, name: str, texts: Mapping[str, Sequence[Collection[tuple[int, ...]]]]) -> list[Verdict]:
-        """Return, for each prompt, how a method's greedy text agrees with plain decoding's."""
+        """Return the verdict on the method's greedy texts against plain decoding's, for each prompt that it ran."""
         self.watch.stage("comparing texts")
         plain, other = self.subjects.plain, self.subjects.on(find_method(name).weights)
         prompts = zip(self.task.prompts, texts["plain"], texts[name], strict=True)
         return [verdict(plain, other, prompt, mine, others) for prompt, mine, others in prompts if others]
 
     def _memory_bytes(self, name: str, drafter: Drafter | None) -> int:
-        """Return the bytes of a method's weights, its drafter's weights, and its KV cache for the longest text."""
+        """Return the bytes of a method's weights, its drafter's weights, and its KV cache.
+
+        For methods of `transformers` the KV cache is computed for the longest prompt and `max_new_tokens`.
+        """
         weights = find_method(name).weights
         llm = self.subjects.on(weights)
         if weights != "hf":
@@ -255,7 +274,7 @@ class Benchmark:
             context=context,
             sampler=planned.sampler,
         )
-        # All figures are in plain steps of `plain`, on the weight layout that suits it best.
+        # All figures are relative to the time of a plain decode step on the copy whose layout suits plain decoding.
         plain = costs.plain
         if s.plain is not s.skip:
             plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
@@ -275,7 +294,7 @@ class Benchmark:
 
 
 def _bytes_read(llm: LLM) -> int:
-    """Return the bytes of weights that a plain step reads: all, except for an embedding separate from the head."""
+    """Return the bytes of weights that a plain decode step reads: all but an embedding table separate from the head."""
     embedding = llm.model.get_input_embeddings().weight
     head = llm.model.get_output_embeddings()
     tied = llm.model.config.tie_word_embeddings
@@ -285,5 +304,5 @@ def _bytes_read(llm: LLM) -> int:
 
 
 def _passes(runtime: Runtime, context: int) -> dict[int, float]:
-    """Return the seconds of a forward pass for each width in `WIDTHS`."""
+    """Return the seconds of a forward pass over each number of tokens in `WIDTHS`, with `context` keys in the cache."""
     return {width: forward_seconds(runtime, context, rows=width, repeats=24) for width in WIDTHS}

@@ -1,4 +1,4 @@
-"""The registry of the methods that `selfspec bench` can run, by name. Torch is imported only once a method is made."""
+"""The registry of the methods that `selfspec bench` can run, by name. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from selfspec.profile.schema import Profile
     from selfspec.speculation.drafter import Drafter
 
-CONTEXT, REPEATS = 128, 24  # keys in the cache while a draft model's steps are timed, and how many steps
-LOOKUP_TOKENS = 10  # drafted by prompt lookup, as in transformers' documentation
+CONTEXT, REPEATS = 128, 24  # to time a draft model's decode step: keys in the KV cache, and number of timed steps
+LOOKUP_TOKENS = 10  # tokens that prompt lookup drafts, the value in transformers' documentation
 
-EXIT = "assistant_early_exit"  # a setting of n stands for an exit after 1/n of the layers
+EXIT = "assistant_early_exit"  # in `BenchMethod.settings`, a value of n means: exit after 1/n of the layers
 THEIR_DRAFT_MODEL = "hf-model:"
 
 Weights = Literal["plain", "skip", "hf"]
@@ -30,10 +30,11 @@ Keep = Callable[[Sequence[int]], None]
 class BenchMethod:
     """One decoding method that a benchmark compares.
 
-    `weights`: the copy of the model that it runs on. `plain` and `skip` have the layouts that suit plain decoding and
-    drafting; `hf` is laid out as loaded, for `transformers` itself. `settings`: fields of `transformers`'
-    `GenerationConfig`; `assistant`: its draft model. `profile`: for our methods, makes the profile to draft with from
-    the benchmark's profile; `guarded`: with the guard, as `generate` runs it.
+    `weights`: the copy of the model that the method runs on: `plain` and `skip` have the weight layouts that suit plain
+    decoding and drafting, `hf` the layout as loaded. `profile(llm, profile)`: for selfspec's drafting methods, returns
+    the profile to draft with, given the benchmark's profile; None for plain decoding and for methods of `transformers`.
+    `guarded`: whether the guard bounds the cost of drafting, as in `generate`. `settings`, for methods of
+    `transformers`: fields of its `GenerationConfig`. `assistant`: the name of its assistant model; None: no assistant.
     """
 
     weights: Weights
@@ -43,14 +44,14 @@ class BenchMethod:
     assistant: str | None = None
 
     def drafter(self, llm: LLM, profile: Profile) -> Drafter | None:
-        """Return the method's drafter on that copy; None for `transformers`' methods and for plain decoding."""
+        """Return the drafter on `llm`, the copy that `weights` names; None without a `profile`."""
         if self.profile is None:
             return None
         own = self.profile(llm, profile)
         return llm.guarded_drafter(own) if self.guarded else llm.drafter_for(own)
 
     def make(self, llm: LLM, options: Options, keep: Keep, drafter: Drafter | None) -> Method:
-        """Return the method to time on that copy; `keep` receives the token ids of every text."""
+        """Return the method to time on `llm`, the copy that `weights` names; `keep` receives each text's token ids."""
         from selfspec.drafters import PlainDrafter
         from selfspec.measure.timing import method, transformers_generate
 
@@ -67,7 +68,7 @@ class BenchMethod:
 
 
 def _named(name: str, weights: Weights = "plain") -> BenchMethod:
-    """Return a method whose draft settings follow from its name, at the profile's costs."""
+    """Return the method whose name determines its draft settings; the costs come from the benchmark's profile."""
 
     def profile(llm: LLM, base_profile: Profile) -> Profile:
         from selfspec.profile.method_profiles import by_method
@@ -78,7 +79,7 @@ def _named(name: str, weights: Weights = "plain") -> BenchMethod:
 
 
 def _of_file(name: str) -> BenchMethod:
-    """Return the method that drafts by a profile in a file."""
+    """Return the method that drafts with the profile in the file `name`."""
 
     def profile(llm: LLM, _: Profile) -> Profile:
         from selfspec.profile.choosing import check_profile
@@ -92,7 +93,10 @@ def _of_file(name: str) -> BenchMethod:
 
 
 def _of_draft_model(name: str) -> BenchMethod:
-    """Return a method that drafts with a smaller model, whose steps are timed first."""
+    """Return the method `model:NAME` or `staged:NAME`, which drafts with another model.
+
+    The cost of its draft step is timed first and stored in the profile, in plain decode steps of the target.
+    """
 
     def profile(llm: LLM, base_profile: Profile) -> Profile:
         from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter
@@ -118,7 +122,7 @@ METHODS = {
     "guarded": BenchMethod("skip", lambda _, profile: profile, guarded=True),
     EARLY_EXIT: _named(EARLY_EXIT, "skip"),
     **{name: _named(name) for name in FREE},
-    # transformers' own: plain, early exit after half of the layers, and prompt lookup
+    # methods of transformers: plain decoding, early exit after half of the layers, and prompt lookup
     "hf": BenchMethod("hf"),
     "hf-early-exit": BenchMethod("hf", settings={EXIT: 2}),
     "hf-prompt-lookup": BenchMethod("hf", settings={"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
@@ -143,12 +147,12 @@ def find_method(name: str) -> BenchMethod:
 
 
 def is_profile(name: str) -> bool:
-    """Return whether a method's name is that of a profile's file."""
+    """Return whether a method's name is the file name of a profile."""
     return name.endswith((".yaml", ".yml"))
 
 
 def draft_model(name: str) -> str | None:
-    """Return the name of a method's draft model; None for a method without one."""
+    """Return the draft model's name in a method's name, such as `NAME` in `model:NAME`; None without a draft model."""
     return draft_model_of(name, (*NAMED, THEIR_DRAFT_MODEL))
 
 
@@ -159,11 +163,11 @@ def check_methods(methods: Sequence[str]) -> None:
     if len(set(methods)) < len(methods):
         raise SelfspecError("a method is named twice")
     if "plain" not in methods:
-        raise SelfspecError("the methods must have 'plain' among them: everything is compared with it")
+        raise SelfspecError("the methods must have 'plain' among them: every speed is compared with it")
 
 
 def weights_of(methods: Sequence[str]) -> set[Weights]:
-    """Return the copies of the model that the methods run on."""
+    """Return the names of the model copies that the methods run on, as in `BenchMethod.weights`."""
     return {find_method(name).weights for name in methods}
 
 

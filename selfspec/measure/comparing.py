@@ -1,4 +1,4 @@
-"""Choice of a method: the methods that apply to a model, the fastest one by measurement, and its profile."""
+"""Choice of a method by benchmark: which methods apply to a model, which method is fastest, and its profile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from selfspec.types.methods import EARLY_EXIT, FREE, NAMED
 
 
 def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
-    """Return the names of the methods that can be measured with a profile, and with a draft model if there is one.
+    """Return the names of the methods that a benchmark can measure with a profile.
 
-    `transformers`' own methods are among them, as baselines.
+    `draft_model`: the name of a smaller model; the methods that draft with it are added (None: no such methods). The
+    baselines by `transformers`' own generate are included.
     """
     names = ["plain"]
     if profile.drafts:
@@ -30,7 +31,7 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
 
 
 def by_turns(tasks: Sequence[str]) -> list[int]:
-    """Return the indices of the prompts in an order that alternates between the tasks."""
+    """Return the prompts' indices in an order that alternates between tasks; `tasks`: the task name of each prompt."""
     counts: dict[str, int] = {}
     ranked = []
     for number, task in enumerate(tasks):
@@ -41,9 +42,11 @@ def by_turns(tasks: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The fastest method. `speedups`: by temperature, the speedup over plain decoding as (median, low, high).
+    """The fastest method of a benchmark.
 
-    `rivals`: methods whose intervals overlap the fastest method's at every temperature.
+    `speedups`: for each temperature, the method's speedup over plain decoding: the median over prompts, and the ends
+    `low` and `high` of its 95% interval. `rivals`: the methods whose intervals reach the interval of the fastest method
+    at every temperature.
     """
 
     method: str
@@ -52,7 +55,7 @@ class Recommendation:
 
     @property
     def faster(self) -> bool:
-        """Whether it is faster than plain decoding at every temperature."""
+        """Whether the method's median speedup over plain decoding is above 1 at every temperature."""
         return all(median > 1 for median, _, _ in self.speedups.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,9 +72,10 @@ class Recommendation:
 
 
 def recommend(measured: Sequence[Mapping[str, Any]]) -> Recommendation:
-    """Return the method with the highest geometric mean speedup over a benchmark's temperatures (from `Benchmark.at`).
+    """Return the method with the highest geometric mean of its speedups at a benchmark's temperatures.
 
-    `transformers`' own methods are not recommended, nor are dropped methods, which were not measured to the end.
+    `measured`: the results of `Benchmark.run_temperature`. Methods of `transformers` and methods that the benchmark
+    dropped are not recommended.
     """
     names = [name for name in measured[0]["methods"] if find_method(name).weights != "hf"]
     complete = [name for name in names if all(result["methods"][name]["dropped_after"] is None for result in measured)]
@@ -91,9 +95,10 @@ def _speedups(measured: Sequence[Mapping[str, Any]], name: str) -> dict[float, t
 
 
 def fastest_by_task(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each task, its prompts and our methods' mean speedup over plain decoding, fastest first.
+    """Return, for each task, the number of its prompts and the mean speedup of selfspec's methods, fastest first.
 
-    Only methods that ran on all prompts count. The list is empty if prompts have no tasks.
+    Speedups are over plain decoding. Only methods that ran on all prompts count. The list is empty if the prompts have
+    no tasks.
     """
     methods = {name: m["by_task"]["tasks"] for name, m in measured["methods"].items() if "by_task" in m}
     ours = {name: tasks for name, tasks in methods.items() if find_method(name).weights != "hf"}
@@ -108,7 +113,7 @@ def fastest_by_task(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fastest_first(measured: Mapping[str, Any]) -> list[str]:
-    """Return the methods by their speedup over plain decoding, fastest first; dropped ones come last."""
+    """Return the method names by speedup over plain decoding, fastest first; dropped methods come last."""
     methods = measured["methods"]
     return sorted(
         methods, key=lambda n: (methods[n]["dropped_after"] is not None, -methods[n]["ratio"]["plain"]["median"])
@@ -116,13 +121,16 @@ def fastest_first(measured: Mapping[str, Any]) -> list[str]:
 
 
 def profile_of(llm: LLM, name: str, profile: Profile) -> Profile:
-    """Return the profile that a method of ours drafts with; for plain decoding, one that drafts nothing."""
+    """Return the profile that selfspec's method `name` drafts with; for plain decoding, a profile without drafts."""
     known = find_method(name)
     return Profile(model=llm.identity) if known.profile is None else known.profile(llm, profile)
 
 
 def preparation(profile: Profile) -> float | None:
-    """Return the minutes that a profile's search and the training of its parts took; None if neither is known."""
+    """Return the minutes that a profile's search and the training of its parts took; None if neither is known.
+
+    Trained parts are draft heads, bridges and adapters; each training wrote its seconds to a JSON file beside the part.
+    """
     seconds = [] if profile.search is None else [profile.search.seconds]
     if profile.folder is not None:
         files = [part.file for part in profile.parts.values()]
@@ -135,7 +143,10 @@ def preparation(profile: Profile) -> float | None:
 
 
 def measurements(bench: Mapping[str, Any], name: str, *, held_out: bool) -> list[Measurement]:
-    """Return a method's own figures from a benchmark, in the form that profiles store."""
+    """Return the figures of method `name` in a benchmark, one `Measurement` per temperature, as profiles store them.
+
+    `held_out`: whether the benchmark's prompts were not used to search for the profile.
+    """
     made = []
     for result in bench["temperatures"]:
         mine, ratio = result["methods"][name], result["methods"][name]["ratio"]["plain"]

@@ -1,7 +1,7 @@
 """Measurement of a `CostModel` in the decoding loop: each round drafts along a path, then verifies, both timed.
 
-So the figures include the costs of the loop, the drafter and the sampler on top of the forward passes, and caches are
-in the state in which decoding leaves them.
+The costs therefore include the loop, the drafter and the sampler besides the forward passes, and the CPU caches are in
+the state that they have during decoding.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
 from selfspec.types.skip import SkipSet
 
-DISTURBED_FACTOR = 4  # factor on the time if other work disturbs the machine
-DOUBTFUL = 0.1  # error on fresh paths above which a fit is measured for longer
-FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of attention and of MLPs skipped by the first paths
-OTHERS = 0.3  # the share of a random path's sub-layers that may run in a mode other than most of their kind
+DISTURBED_FACTOR = 4  # how many times longer to measure if other processes disturb the timing
+DOUBTFUL = 0.1  # relative error on paths left out of the fit above which the measurement goes on for longer
+FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of (attention, MLP) sub-layers that the first paths skip
+OTHERS = 0.3  # probability that a sub-layer of a random path draws its mode separately
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Fitted seconds per draft, per draft step, and per attention and MLP sub-layer of each mode (full first).
+    """Fitted seconds: `start` per draft, `base` per draft step, and `prices` per sub-layer that runs.
 
-    `error`: the mean, over paths that were not fitted to, of the median relative error of their draft times; None if
-    there is no such path, as for a model of one or two layers.
+    `prices`: (attention, MLP) for each mode, `full` first. `error`: the median relative error of the draft times of a
+    path left out of the fit, as the mean over these paths; None if no path was left out.
     """
 
     start: float
@@ -57,7 +57,11 @@ class _Fit:
         modes: Sequence[Mode],
         layers: int,
     ) -> _Fit:
-        """Fit by least squares of the relative errors, bounded below by 0, with outliers weighing less (soft L1)."""
+        """Fit non-negative costs by least squares of the relative errors, with a soft L1 loss against outliers.
+
+        `drafts`: the measured seconds of drafting k tokens along a path, by (path, k). `fit_to`: the paths to fit to;
+        the error is measured on the other paths.
+        """
         import numpy as np
         from scipy.optimize import least_squares
 
@@ -85,7 +89,7 @@ class _Fit:
     def through(
         self, path: DraftPath, drafts: Mapping[tuple[DraftPath, int], float], modes: Sequence[Mode], layers: int
     ) -> _Fit:
-        """Return the fit with `base` shifted by the median error per draft step along `path`, so that it fits there."""
+        """Return the fit with `base` shifted by the median error per draft step along `path`."""
         figures = (self.start, self.base, *(x for pair in self.prices for x in pair))
 
         def off(k: int, measured: float) -> float:
@@ -97,7 +101,7 @@ class _Fit:
 
 
 def _parts(path: DraftPath, k: int, modes: Sequence[Mode], layers: int) -> tuple[int, ...]:
-    """Return how often each of a `_Fit`'s figures counts when drafting `k` tokens along `path`."""
+    """Return how often each cost of a `_Fit` (start, base, prices) counts in drafting `k` tokens along `path`."""
     path_modes = path.modes(layers)
     counts = (k * part.count(mode) for mode in modes for part in (path_modes[:layers], path_modes[layers:]))
     return (1, k, *counts)
@@ -116,14 +120,15 @@ def measure_costs(
 ) -> CostModel:
     """Time draft steps along random paths and verification passes of several widths, and fit the cost model.
 
-    Paths quantised throughout are among them, and the fit is calibrated on the first of these: searched paths are close
-    to it, and weights that exceed the processor's cache cost more than the few that random paths leave.
+    For each quantised mode, the paths include one that runs every sub-layer in that mode. The fit is calibrated on the
+    first such path: searched paths are close to it, and weights that exceed the CPU cache cost more than the few
+    weights that random paths read.
 
-    `context`: keys in the KV cache; less if the model's context is too short. `sampler`: how tokens will be sampled.
-    Measures for at least `seconds`, longer if the machine is disturbed, and until every path was timed once. `within`:
-    the seconds that it may take, for which fewer rounds and paths are timed. `modes`: of the paths' sub-layers.
-    `on_decoding` receives the numbers of finished and of all decodings. Raises `BusyError` while the runtime has a
-    stream.
+    `context`: the number of keys in the KV cache; it is reduced if the model's context is too short. `sampler`: the
+    sampler of the timed decodings (None: greedy). `seconds`: the least time to measure, longer if other processes
+    disturb the timing; every path is timed at least once. `within`: the most seconds to measure; a short time reduces
+    the number of rounds and paths. `modes`: the modes in which sub-layers of the paths may run. `on_decoding(done,
+    total)` reports progress, in decodings. Raises `BusyError` while the runtime has a stream.
     """
     sampler = sampler or Sampler()
     context, lengths = fit_context(runtime, context)
@@ -174,9 +179,10 @@ def measure_path_costs(
     decodings: int = 3,
     seed: int = 0,
 ) -> CostModel:
-    """Measure the costs of one path as `measure_costs`; `base` is its whole draft step, `attention` and `mlp` are 0.
+    """Measure the costs of one path: `base` is its whole draft step, `attention` and `mlp` are 0.
 
-    Times `decodings` decodings along it and as many plain ones. Raises `BusyError` while the runtime has a stream.
+    Times `decodings` decodings along the path and as many plain decodings. Other arguments: as in `measure_costs`.
+    Raises `BusyError` while the runtime has a stream.
     """
     context, lengths = fit_context(runtime, context)
     drafter = LayerSkipDrafter(runtime, path, FixedK(1))
@@ -191,7 +197,10 @@ def measure_path_costs(
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
-    """Fit seconds per draft and per drafted token, neither below 0, by least squares of the relative errors."""
+    """Return the seconds per draft and per drafted token, fitted by non-negative least squares of the relative errors.
+
+    `times`: the measured seconds by draft length.
+    """
     import numpy as np
     from scipy.optimize import nnls
 
@@ -201,16 +210,19 @@ def _line(times: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: DraftPath) -> CostModel:
-    """Return the cost model of the timed sweep; `path`: the path for timing draft steps over several tokens."""
+    """Return the cost model from a timed sweep, its fit and the costs by mode.
+
+    `path`: the path along which draft steps over several tokens are timed.
+    """
     from scipy.optimize import isotonic_regression
 
     runtime, context, samples = sweep.runtime, sweep.context, sweep.samples
     repeats = 2 * sweep.effort.rounds
     forward = forward_seconds(runtime, context, repeats=repeats)
-    # Averaged step by step, so that the slower first steps of a decoding count as they do in use.
+    # The mean over steps of each step's time, as the first steps of a decoding are slower.
     plain = statistics.mean(lower_quartile(step) for step in zip(*sweep.plain, strict=True))
     overhead = max(plain - forward, 0.0)
-    single_row = plain - overhead  # a wider pass costs no less, though on a disturbed machine it may seem to
+    single_row = plain - overhead  # a lower bound for wider passes, whose measured times may be disturbed
     lengths = sorted({sample.drafted for sample in samples})
     wider_rows = [
         max(single_row, lower_quartile([s.rest for s in samples if s.drafted == k]) + fit.start - overhead)
@@ -235,7 +247,7 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
 
 
 def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int], float]:
-    """Return the seconds of drafting k tokens along each path."""
+    """Return the lower quartile of the seconds of drafting k tokens along a path, by (path, k)."""
     durations: dict[tuple[DraftPath, int], list[float]] = defaultdict(list)
     for sample in samples:
         if sample.drafted:
@@ -246,9 +258,10 @@ def _quiet_drafts(samples: Sequence[RoundSample]) -> dict[tuple[DraftPath, int],
 def _random_path(
     layers: int, modes: Sequence[HeadMode], rng: random.Random, shares: tuple[float, float] | None = None
 ) -> DraftPath:
-    """Return a path with up to 3/4 of attention and of MLP sub-layers skipped, the rest mostly in one of the modes.
+    """Return a path that skips up to 3/4 of the attention and of the MLP sub-layers.
 
-    Attention and MLPs are drawn independently, so that the fit can tell them apart; `shares`: the shares to skip.
+    The sub-layers that run have mostly the same mode. Attention and MLP sub-layers are drawn independently, so that the
+    fit can separate their costs. `shares`: the shares of (attention, MLP) sub-layers to skip (None: random).
     """
     chosen: list[Mode] = []
     for part in range(2):
@@ -262,7 +275,10 @@ def _random_path(
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
-    """Return whether the faster half of the plain decodings differ by over 10%: other work disturbs the machine."""
+    """Return whether other processes disturb the timing: the faster half of the plain decodings differs by over 10%.
+
+    `plain`: the seconds of each step of each plain decoding.
+    """
     half = sorted(map(lower_quartile, plain))[: max(2, (len(plain) + 1) // 2)]
     return half[-1] > 1.1 * half[0]
 
@@ -270,9 +286,10 @@ def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
 def forward_seconds(
     runtime: Runtime, context: int, *, rows: int = 1, repeats: int = 48, path: DraftPath = FULL
 ) -> float:
-    """Return the seconds of a bare forward of `rows` tokens over `context` keys and themselves, once caches are warm.
+    """Return the seconds of a forward pass over `rows` tokens with `context` keys in the KV cache, after a warm-up.
 
-    Raises `BusyError` while the runtime has a stream.
+    `path`: the draft path to run (default: the full model). `repeats`: the number of timed passes. Raises
+    `BusyError` while the runtime has a stream.
     """
     tokens = torch.zeros((1, rows), dtype=torch.long, device=runtime.device)
     compiled = None if path == FULL else runtime.compile(path)
@@ -281,10 +298,11 @@ def forward_seconds(
 
 
 def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -> LLM:
-    """Return the copy of a model, among several weight layouts, with the fastest plain step, timed alternately.
+    """Return the copy of a model with the fastest plain decode step, timed on all copies in turn, `sweeps` times.
 
-    The layouts were chosen by timing the products of some layers once. Plain decoding is the baseline of every figure,
-    so it must run on the fastest layout available. Raises `BusyError` while one has a stream.
+    `llms`: copies of the same model in different weight layouts, which were chosen by timing the matrix products of a
+    few layers once. Plain decoding is the baseline of every speedup, so it must run on the fastest layout. Raises
+    `BusyError` while a copy has a stream.
     """
     if len(llms) == 1:
         return llms[0]
@@ -297,7 +315,7 @@ def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -
 
 
 def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> list[float]:
-    """Return the cost of draft passes over 2, 3, .. tokens relative to one token; it never falls with the width."""
+    """Return the time of a draft step over 2, 3, .. tokens relative to a draft step over one token, non-decreasing."""
     import numpy as np
 
     widths = [rows for rows in WIDE if rows <= max(runtime.skeleton.context - context, 1)]
@@ -308,7 +326,7 @@ def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> lis
 
 
 def _prefill_seconds(runtime: Runtime, context: int) -> float:
-    """Return the seconds of a full forward over `context` tokens without the head."""
+    """Return the seconds of a full forward pass over `context` tokens without the LM head."""
     tokens = torch.zeros((1, context), dtype=torch.long, device=runtime.device)
     with runtime.session(context):
         return _timed(lambda: runtime.forward(tokens, 0, logits=None), runtime, 5)
@@ -316,14 +334,14 @@ def _prefill_seconds(runtime: Runtime, context: int) -> float:
 
 @torch.inference_mode()
 def _head_seconds(runtime: Runtime, mode: HeadMode = "full") -> float:
-    """Return the seconds of the head over one token, in a mode."""
+    """Return the seconds of the LM head over one token in a mode: in full, or with int8 or int4 weights."""
     x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
     compiled = runtime.compile(DraftPath(head=mode))
     return _timed(lambda: compiled.head(x), runtime, 24)
 
 
 def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
-    """Return the seconds of a call; the first quarter of the repeats is left out."""
+    """Return the lower quartile of the seconds of `repeats` calls, leaving out the first quarter as a warm-up."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -334,7 +352,10 @@ def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
 
 
 def _per_key(runtime: Runtime, context: int, near: float, repeats: int) -> float:
-    """Return the seconds that one more key in the KV cache costs one attention sub-layer."""
+    """Return the seconds by which one more key in the KV cache slows down one attention sub-layer.
+
+    `near`: the seconds of a forward pass over one token with `context` keys.
+    """
     far = min(context + 1024, runtime.skeleton.context - 1)
     if far <= context:
         return 0.0

@@ -1,4 +1,4 @@
-"""Timed rounds of the decoding loop for fitting a cost model, and the choice of their number and drafts."""
+"""Timed rounds of the decoding loop, to which a cost model is fitted, and the choice of their number and lengths."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.skip import SkipSet
 
-# Draft lengths and their counts in one decoding: short drafts are common in use, and caches settle accordingly.
+# Each draft length and its number of rounds in one decoding. Short drafts dominate, as in use, because the state of the
+# CPU caches depends on the lengths of the previous rounds.
 LENGTHS = {1: 6, 2: 5, 3: 4, 4: 3, 5: 2, 7: 2, 11: 1, 15: 1}
-ROUNDS = sum(LENGTHS.values())  # of one decoding: few, so that the context stays near the requested one
-SETTLING = 5  # warm-up rounds before them, not counted
-LONG = 20.0  # seconds that a sweep may take before fewer rounds are timed
-WIDE = (1, 2, 4, 8)  # widths of draft steps that are timed, too
-WIDE_STEPS = 9.0  # cost of one of each in plain steps, where width is expensive
-ROUND_STEPS = 4.0  # mean cost of a round with a draft over `LENGTHS`, in plain steps
-PACE = 6  # plain steps that estimate how long a sweep will take
+ROUNDS = sum(LENGTHS.values())  # timed rounds of one decoding: few, so that the context stays near the requested one
+SETTLING = 5  # warm-up rounds before the timed rounds
+LONG = 20.0  # seconds; a sweep expected to take longer times fewer rounds
+WIDE = (1, 2, 4, 8)  # numbers of tokens per draft step that are timed
+WIDE_STEPS = 9.0  # estimated cost of one draft step of each width in `WIDE`, in plain decode steps
+ROUND_STEPS = 4.0  # estimated mean cost of a round over the draft lengths in `LENGTHS`, in plain decode steps
+PACE = 6  # plain decode steps that `pace` times to estimate how long a sweep will take
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The size of a sweep: decodings with `fitted` random paths to fit to, and `fresh` ones to test the fit on.
+    """The size of a sweep, in decodings and rounds.
 
-    Each decoding has `rounds` counted rounds after `settling` uncounted ones; plain decodings come in between.
+    `fitted`: the number of paths to fit to. `fresh`: the number of further paths to test the fit on. Each path is
+    decoded along once. `rounds`: the timed rounds of a decoding. `settling`: the warm-up rounds before them. A plain
+    decoding precedes every third path.
     """
 
     fitted: int
@@ -41,11 +44,14 @@ class Effort:
 
     @property
     def decodings(self) -> int:
-        """The number of decodings along paths, and of plain ones: one before every third."""
+        """The number of all decodings, along paths and plain."""
         return self.fitted + self.fresh + -(-(self.fitted + self.fresh) // 3)
 
     def seconds(self, step: float, prompt: float) -> float:
-        """Estimate the seconds of a sweep and its fit, for a plain step of `step` and a prefill of `prompt` seconds."""
+        """Estimate the seconds of a sweep and its further timings.
+
+        `step`: the seconds of a plain decode step. `prompt`: the seconds of a prefill.
+        """
         drafting, plain = self.fitted + self.fresh, 2 * self.rounds
         steps = drafting * (self.settling + self.rounds) * ROUND_STEPS
         steps += (self.decodings - drafting) * plain + self.decodings  # one more round reads the prompt's last token
@@ -53,8 +59,9 @@ class Effort:
         return (steps + PACE + 2 * plain) * step + (self.decodings + 6) * prompt
 
 
-# Errors of the fitted draft steps of 40 other skip sets, on a model with a plain step of 29 ms (root mean square, 30
-# draws from 720 rounds): 1.7%, 2.3%, 3.0%, 4.6%, 5.1%, 5.6%, 9.6%.
+# From the most to the least thorough. Relative errors of the fitted draft steps on 40 further skip sets, for a model
+# whose plain decode step takes 29 ms (root mean square over 30 draws from 720 rounds): 1.7%, 2.3%, 3.0%, 4.6%, 5.1%,
+# 5.6%, 9.6%.
 EFFORTS = (
     Effort(10, 5, ROUNDS, SETTLING),
     Effort(10, 5, ROUNDS // 2, SETTLING),
@@ -64,14 +71,15 @@ EFFORTS = (
     Effort(4, 2, 4, 2),
     Effort(3, 1, 4, 1),
 )
-GOOD = 2  # index of the effort that is thorough enough beyond `LONG` seconds
+GOOD = 2  # index in `EFFORTS`: more thorough efforts are chosen only if they take at most `LONG` seconds
 
 
 def effort_within(seconds: float, step: float, prompt: float, *, further: int = 0) -> Effort:
-    """Return the most thorough sweep within `seconds`; the least thorough one if none is.
+    """Return the most thorough effort that takes at most `seconds`, or the least thorough effort if all take longer.
 
-    Sweeps more thorough than `EFFORTS[GOOD]` must also take at most `LONG` seconds. `further`: the number of additional
-    paths to fit to, as further modes have costs of their own.
+    Efforts more thorough than `EFFORTS[GOOD]` must also take at most `LONG` seconds. `step`: the seconds of a plain
+    decode step. `prompt`: the seconds of a prefill. `further`: the number of additional paths to fit to, which
+    quantised modes need as each mode adds two costs to fit.
     """
     efforts = [replace(effort, fitted=effort.fitted + further) for effort in EFFORTS]
     for number, effort in enumerate(efforts):
@@ -81,9 +89,9 @@ def effort_within(seconds: float, step: float, prompt: float, *, further: int = 
 
 
 class Sweep:
-    """Decodings with every drafter, drafts of all lengths in random order, plain decoding in between.
+    """Timed decodings with several drafters, with plain decodings in between; draft lengths are in random order.
 
-    `samples`: the rounds of the drafting decodings; `plain`: the seconds of every step of each plain decoding.
+    `samples`: the timed rounds with drafts. `plain`: the seconds of each step of each plain decoding.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class Sweep:
         self._lengths = _shuffled(lengths, rng)
 
     def over(self, drafters: Sequence[LayerSkipDrafter]) -> Iterator[None]:
-        """Decode once with every drafter; yields after every decoding."""
+        """Decode once with every drafter, and plainly before every third drafter; yield after each decoding."""
         effort = self.effort
         for number, drafter in enumerate(drafters):
             if number % 3 == 0:
@@ -118,14 +126,17 @@ class Sweep:
 
 
 def _shuffled(lengths: Sequence[int], rng: random.Random) -> Iterator[int]:
-    """Yield draft lengths without end: all once in random order, then the further repeats that `LENGTHS` asks for."""
+    """Yield draft lengths without end: each of `lengths` as often as `LENGTHS` says, in random order, then again.
+
+    In each repetition every length comes once before any length comes a second time.
+    """
     while True:
         further = [k for k in lengths for _ in range(LENGTHS[k] - 1)]
         yield from [*rng.sample(lengths, len(lengths)), *rng.sample(further, len(further))]
 
 
 def pace(runtime: Runtime, context: int, sampler: Sampler, rng: random.Random) -> tuple[float, float]:
-    """Estimate the seconds of a plain step and of a prefill, by a short decoding."""
+    """Return the seconds of a plain decode step and of a prefill of `context` tokens, timed in a short decoding."""
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
     begun = time.perf_counter()
     steps = [step.rest for step in timed_rounds(runtime, context, sampler, drafter, [0] * PACE, rng)]
@@ -134,7 +145,10 @@ def pace(runtime: Runtime, context: int, sampler: Sampler, rng: random.Random) -
 
 
 def fit_context(runtime: Runtime, context: int) -> tuple[int, list[int]]:
-    """Return the requested context, reduced if necessary, and the draft lengths that fit a decoding."""
+    """Return the number of keys to decode after, and the draft lengths to time, so that a decoding fits the model.
+
+    `context`: the requested number of keys, which is reduced if the model's context is too short.
+    """
     limit = runtime.skeleton.context
     longest = max(LENGTHS) + 1
     context = max(1, min(context, limit - (ROUNDS + SETTLING) * longest))
@@ -142,5 +156,5 @@ def fit_context(runtime: Runtime, context: int) -> tuple[int, list[int]]:
 
 
 def lower_quartile(times: Sequence[float]) -> float:
-    """Return the lower quartile: the time while nothing else disturbs the machine."""
+    """Return the lower quartile of `times`, which estimates the time without disturbance by other processes."""
     return max(min(times), statistics.quantiles(times, n=4)[0]) if len(times) > 1 else times[0]

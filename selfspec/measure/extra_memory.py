@@ -1,4 +1,4 @@
-"""The memory that a drafter takes in addition to the model that it drafts for."""
+"""The memory that a drafter takes in addition to the target model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from selfspec.speculation.drafter import Drafter
 
 
 def extra_drafter_bytes(drafter: Drafter, runtime: Runtime) -> int:
-    """Return the bytes of quantised weights, of trained parts, and of a draft model with its KV cache."""
+    """Return the bytes that a drafter takes: quantised weights, draft heads, and a draft model with its KV cache.
+
+    `runtime`: the target's runtime. Of a `Router`, the drafter that takes the most memory counts.
+    """
     match drafter:
         case Guard():
             return extra_drafter_bytes(drafter.drafter, runtime)

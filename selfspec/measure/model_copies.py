@@ -1,4 +1,4 @@
-"""The copies of a model that methods are measured on, each with the weight layout that suits it best."""
+"""Copies of a model in different weight layouts, so that a benchmark runs each method on the layout that suits it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from selfspec.types.identity import Identity
 
 @dataclass(frozen=True)
 class ModelCopies:
-    """The models of a benchmark, each with the weight layout that suits its methods; `hf` keeps the layout as loaded.
+    """The copies of a benchmark's model, each with the weight layout that suits the methods that run on it.
 
-    `plain` and `skip` are the same model if their layouts agree. `identity` is the model's before it was widened.
+    `plain`: the copy for plain decoding. `skip`: the copy for drafting; the same object as `plain` if the layouts are
+    equal. `hf`: the copy for `transformers`' own generate, in the layout as loaded; None if no method needs it.
+    `layouts`: the layouts of `plain` and `skip` by name. `widened`: the factor by which the model was widened (1: not
+    widened). `identity`: the identity of the model before widening.
     """
 
     plain: LLM
@@ -31,15 +34,15 @@ class ModelCopies:
     widened: int
 
     def on(self, weights: Weights) -> LLM:
-        """Return the model for methods on these weights. Raises `ValueError` for a copy that was not loaded."""
+        """Return the copy named `plain`, `skip` or `hf`. Raises `ValueError` if that copy was not loaded."""
         llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
         if llm is None:
-            raise ValueError(f"no model was loaded for {weights}; name its methods to load_model_copies")
+            raise ValueError(f"no model was loaded for {weights}; pass its methods to load_model_copies")
         return llm
 
     @property
     def models(self) -> dict[str, LLM]:
-        """The distinct models by name."""
+        """The distinct copies by name: `skip` only if it is not the same object as `plain`, `hf` only if loaded."""
         copies = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
         return {name: llm for name, llm in copies.items() if name != "skip" or llm is not self.plain}
 
@@ -53,9 +56,11 @@ def load_model_copies(
     dtype: str,
     quantized_drafts: bool | Callable[[Identity], bool] = False,
 ) -> ModelCopies:
-    """Load a model and optionally widen it, with a copy for each layout that the methods need. Raises `SelfspecError`.
+    """Load a model, with a copy for each weight layout that the methods need.
 
-    `quantized_drafts`: whether drafts are quantised, which may depend on the model's identity.
+    `widened`: the factor by which to widen the model (see `models.widen`; 1: not at all). `quantized_drafts`: whether
+    drafts run with quantised weights, or a function from the model's identity to that. Raises `SelfspecError` if the
+    model cannot be loaded or widened.
     """
     model, tokenizer = load_model(name, device=device, dtype=dtype)
     identity = wrap(model, tokenizer, profile="none", name=name).identity

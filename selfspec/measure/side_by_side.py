@@ -1,4 +1,4 @@
-"""Comparison of one prompt decoded plainly, with a drafter and by `transformers`, interleaved."""
+"""Comparison of one prompt's decoding without drafts, with a drafter, and by `transformers`' generate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from selfspec.text.prompt import Prompt
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt decoded plainly, with a drafter, and by `transformers`' generate, interleaved.
+    """The results of decoding one prompt without drafts, with a drafter, and by `transformers`' generate.
 
-    `comparable`: whether the first two texts must be equal. `difference`: their first difference, if they are not.
+    `plain` and `draft`: the generations without drafts and with the drafter. `speedup`: of `draft` over `plain`, the
+    median over rounds. `rounds`: how often each method ran. `comparable`: whether the texts of `plain` and `draft` must
+    be equal. `difference`: the first difference between these texts; None if they are equal or not comparable.
     """
 
     plain: Generation
@@ -35,18 +37,18 @@ class Comparison:
 
     @property
     def identical(self) -> bool | None:
-        """Whether the tokens are equal; None for untied sampling, where only the distributions are."""
+        """Whether the tokens are equal; None if not `comparable`: other sampling only keeps the distribution equal."""
         return self.plain.tokens == self.draft.tokens if self.comparable else None
 
     @property
     def verdict(self) -> str:
-        """The result of the comparison as text."""
+        """The answer to whether the texts are equal, as text for the user."""
         if not self.comparable:
-            return "not comparable (sampled other than by rule match: the same distribution, other draws)"
+            return "not comparable (sampled texts are equal only by rule match, else only their distribution)"
         return "yes" if self.difference is None else f"no: {self.difference}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the texts, ready for JSON."""
+        """Return speeds, statistics of plain decoding and the difference, ready for JSON; the texts are left out."""
         return {
             "identical": self.identical,
             "speedup": self.speedup,
@@ -69,9 +71,10 @@ def compare(
     plain_llm: LLM | None = None,
     as_loaded: LLM | None = None,
 ) -> Comparison:
-    """Decode one prompt plainly, with `drafter`, and by `transformers`, `rounds` times each, and compare.
+    """Decode one prompt without drafts, with `drafter`, and by `transformers`, interleaved, `rounds` times each.
 
-    `plain_llm`: the same model with the weight layout for plain decoding; `as_loaded`: with the one for `transformers`.
+    `plain_llm` and `as_loaded`: copies of the model for plain decoding and for `transformers`, in the weight layouts
+    that suit them (None: `llm`).
     """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)

@@ -1,4 +1,4 @@
-"""A benchmark's figures, computed from its runs: ratios, latencies, acceptance, and theoretical speedups."""
+"""The figures that a benchmark reports of its runs: speed ratios, latencies, acceptance, and theoretical speedups."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
-    """Return a method's figures: speed, ratios to `bases` with intervals, latencies in seconds, acceptance.
+    """Return the figures of method `name`: speed, speedups with intervals, latencies in seconds, acceptance.
 
-    Tokens emitted together share the time since the previous emission: that is their inter-token latency. `draft_cost`:
-    drafting time per drafted token divided by the time of a plain decode step, if both were measured.
+    `bases`: the names of the methods over which speedups are reported, under the key `ratio`. The inter-token latency
+    of tokens emitted together is the time since the previous emission, divided by their number. `draft_cost`: the
+    drafting time per drafted token divided by the time of a plain decode step; None if one of the two is unknown.
     """
     total = runs.total(name)
     step = _step(runs)
@@ -43,7 +44,10 @@ def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:
 
 
 def _step(runs: Runs) -> float | None:
-    """Return the median seconds of a plain decode step, without the first round of each text."""
+    """Return the median seconds of a plain decode step; None if plain decoding was not measured.
+
+    The first round of each text is left out, as it includes the prefill.
+    """
     each = (run for prompt in runs.stats.get("plain", ()) for run in prompt)
     seconds = [done.seconds for run in each for done in run.log[1:]]
     return median(seconds) if seconds else None
@@ -52,12 +56,13 @@ def _step(runs: Runs) -> float | None:
 def by_task(
     runs: Runs, name: str, tasks: Sequence[str], *, bases: Sequence[str], verdicts: Sequence[Verdict] | None
 ) -> Json:
-    """Return a method's figures for each task and for all prompts; `tasks` and `verdicts` have one entry per prompt.
+    """Return the figures of method `name` for each task and, as `overall`, for all prompts.
 
-    The figures are Spec-Bench's, as in its `evaluation/speed.py`: `mean_accepted_tokens`, emitted tokens per pass over
-    all passes; `mean_tokens_per_second`, the mean over prompts of each one's tokens per second, prefill included; and
-    `speedup`, that mean over a base's. With several rounds, they are the mean of the rounds' figures. `ratio` is as in
-    `summary`; `sources`: the share of the tokens that each source proposed, as far as known.
+    `tasks` and `verdicts` have one entry per prompt; `verdicts` is None if texts were not compared. The figures are
+    defined as in Spec-Bench (`evaluation/speed.py`): `mean_accepted_tokens`, emitted tokens per target pass;
+    `mean_tokens_per_second`, the mean over prompts of the tokens per second, prefill included; `speedup`, the ratio of
+    this mean to that of each method in `bases`. With several rounds, the mean of each round's figure is reported.
+    `ratio`: as in `summary`. `sources`: the share of all tokens by the source that proposed them, where known.
     """
     result: Json = {"tasks": []}
     for task in dict.fromkeys(tasks):
@@ -91,8 +96,9 @@ def _ratios(runs: Runs, name: str, bases: Sequence[str]) -> Json:
 def theory(rounds: Sequence[Round], costs: CostModel) -> float:
     """Return the speedup over plain decoding if acceptance were i.i.d. and every draft had the mean length.
 
-    E / (g * c + v(g + 1)) with E = (1 - a^(g + 1)) / (1 - a) (Leviathan et al. 2211.17192, with v(w) in place of 1).
-    The acceptance rate a is conditional: of a token whose predecessors were all accepted.
+    The formula is E / (g * c + v(g + 1)) with E = (1 - a^(g + 1)) / (1 - a): Leviathan et al. 2211.17192, with v(w) in
+    place of 1. g: the mean draft length. c and v(w): the times of a draft step and of a round that verifies w tokens,
+    in plain decode steps. a: the acceptance rate of a token whose predecessors in the draft were all accepted.
     """
     drafted, n = sum(done.drafted for done in rounds), len(rounds)
     if not drafted:
@@ -107,7 +113,7 @@ def theory(rounds: Sequence[Round], costs: CostModel) -> float:
 
 
 def expected(rounds: Sequence[Round], costs: CostModel) -> float:
-    """Return the speedup over plain decoding, prefill excluded, if every round took the measured cost of its kind."""
+    """Return the speedup over plain decoding, prefill excluded, that the cost model predicts for these rounds."""
     tokens = sum(done.tokens for done in rounds)
     if not tokens:
         return 1.0

@@ -1,4 +1,4 @@
-"""Fair timing: every method on the same prompts, interleaved, after a warm-up; ratios, not absolute figures."""
+"""Timing of decoding methods on the same prompts, interleaved after a warm-up, to compare them by ratios of speeds."""
 
 from __future__ import annotations
 
@@ -34,16 +34,19 @@ Method = Callable[[Prompt], Stats]
 
 @dataclass(frozen=True)
 class Runs:
-    """The statistics of each method's runs: `stats[name][prompt][round]`, up to the drop of a method."""
+    """The statistics of each run of each method: `stats[name][prompt][round]`; a dropped method has fewer runs."""
 
     stats: Mapping[str, Sequence[Sequence[Stats]]]
 
     def total(self, name: str) -> Stats:
-        """Return the sum of a method's runs."""
+        """Return the sum of the statistics of all runs of method `name`."""
         return Stats.total(run for prompt in self.stats[name] for run in prompt)
 
     def ratios(self, name: str, base: str) -> list[float]:
-        """Return, for each prompt, the ratio of tokens per second to `base`'s; the median over rounds."""
+        """Return, for each prompt, the tokens per second of method `name` divided by those of `base`.
+
+        Each ratio is the median over rounds. Prompts that either method did not run are left out.
+        """
         pairs = zip(self.stats[name], self.stats[base], strict=False)
         return [
             statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, theirs, strict=False))
@@ -52,16 +55,16 @@ class Runs:
         ]
 
     def speedup(self, name: str, base: str) -> tuple[float, tuple[float, float]]:
-        """Return the median over prompts of `ratios`, and its 95% bootstrap interval."""
+        """Return the median over prompts of `ratios(name, base)`, and its 95% bootstrap interval (low, high)."""
         ratios = self.ratios(name, base)
         return statistics.median(ratios), interval(ratios)
 
     def mean_speeds(self, name: str) -> list[float]:
-        """Return, for each round, the mean over prompts of a method's tokens per second."""
+        """Return, for each round, the mean over prompts of the tokens per second of method `name`."""
         return [statistics.mean(run.tokens_per_second for run in same) for same in zip(*self.stats[name], strict=True)]
 
     def for_prompts(self, prompts: Sequence[int]) -> Runs:
-        """Return the runs on these prompts, by index."""
+        """Return the runs on the prompts with these indices only."""
         return Runs({name: [done[index] for index in prompts] for name, done in self.stats.items()})
 
 
@@ -77,10 +80,10 @@ def interleave(
 ) -> Runs:
     """Run every method on every prompt, interleaved, `rounds` times; the order of methods rotates with every prompt.
 
-    Every method first runs the first prompt once as a warm-up, which is not counted; `on_warm` receives that run.
-    `on_run` receives the method and the prompt's index after every counted run. `go_on` receives the runs so far after
-    each prompt that all methods have run, and may stop there; prompts that were not run are left out. `drop` receives
-    them too, and returns the methods to run no further.
+    Every method first runs the first prompt once as a warm-up, which is not counted. `on_warm(name, stats)` reports
+    each warm-up run, `on_run(name, prompt_index)` each counted run. After each prompt that all methods have run,
+    `go_on` and `drop` receive the runs so far. If `go_on` returns False, timing stops, and the result leaves out the
+    prompts that were not run. The methods that `drop` returns are not run any further.
     """
     names = list(methods)
     for name in names:
@@ -107,9 +110,9 @@ def method(
     keep: Callable[[Generation], None] | None = None,
     first_plain: bool = False,
 ) -> Method:
-    """Return decoding with a drafter as a method, timed from prompt to text; `keep` receives every generation.
+    """Return decoding with `drafter` as a method to time, from the prompt to the text.
 
-    `first_plain`: as when streaming, the first round drafts nothing.
+    `keep` receives every generation. `first_plain`: whether the first round drafts nothing, as in streaming.
     """
     timed = _Timed(drafter)
 
@@ -136,7 +139,7 @@ def method(
 
 
 class _Timed:
-    """A drafter whose `propose` is timed; on an asynchronous device, until its work is submitted."""
+    """A drafter whose calls of `propose` are timed; on a GPU, only until the kernels are launched."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -164,14 +167,14 @@ class _Timed:
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """A streamer that records when `transformers`' generate emits tokens; the prompt comes first."""
+    """A streamer that records a `Round` each time `transformers`' generate emits tokens."""
 
     def __init__(self) -> None:
         self._prompt, self._last = True, time.perf_counter()
         self.log: list[Round] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the prompt, then one emission after the other."""
+        """Record the emission of the token ids `value`; the first call brings the prompt and is not recorded."""
         if self._prompt:
             self._prompt = False
             return
@@ -180,7 +183,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         self._last = now
 
     def end(self) -> None:
-        """Do nothing, as the interface requires the method."""
+        """Do nothing; `BaseStreamer` requires this method."""
 
 
 def transformers_generate(
@@ -191,14 +194,15 @@ def transformers_generate(
     assistant: tuple[Any, Any] | None = None,
     keep: Callable[[Sequence[int]], None] | None = None,
 ) -> Method:
-    """Return `transformers`' own `generate` with the same options as a method to time; it has no seed.
+    """Return `transformers`' own `generate` with the same options as a method to time; the seed is ignored.
 
-    `settings`: further fields of its `GenerationConfig`, such as `prompt_lookup_num_tokens`; `assistant`: a draft model
-    of its own, and its tokenizer. `keep` receives every text's token ids.
+    `settings`: further fields of the `GenerationConfig`, such as `prompt_lookup_num_tokens`. `assistant`: an assistant
+    model and its tokenizer (None: no assistant). `keep` receives the token ids of every text. Raises `SelfspecError` if
+    the model is sharded.
     """
     check_runtime_unsharded(llm.runtime, "transformers' own generate")
     model, tokenizer = copy.copy(llm.model), llm.tokenizer
-    model.generation_config = GenerationConfig()  # else its own defaults would apply where the options set nothing
+    model.generation_config = GenerationConfig()  # the model's defaults must not apply where the options set nothing
     aided = {} if assistant is None else {"assistant_model": assistant[0]}
     if assistant is not None and assistant[0].config.vocab_size != model.config.vocab_size:
         aided["assistant_tokenizer"] = assistant[1]
@@ -235,10 +239,10 @@ def transformers_generate(
 
 
 def same_length(options: Options) -> Options:
-    """Return options under which all sampled texts have the same length: they do not end before their last token.
+    """Return options under which all sampled texts have `max_new_tokens` tokens; greedy options are returned unchanged.
 
-    Each method samples a different text. A text that ends at its first token mostly measures prefill, a longer one
-    mostly decoding, so that their speeds are not comparable. Greedy texts are equal and end where they do.
+    Each method samples a different text, and the speeds of a short text, which is mostly prefill, and of a long text,
+    which is mostly decoding, are not comparable. Greedy texts of all methods are equal and have the same length.
     """
     if not options.temperature:
         return options
@@ -258,10 +262,11 @@ def measure(
     on_run: Callable[[str, int], None] = lambda name, prompt: None,
     go_on: Callable[[Runs], bool] = lambda runs: True,
 ) -> Measurement:
-    """Measure a drafter against plain decoding, interleaved, and record the conditions.
+    """Return the measured speed of `drafter` against plain decoding, with the conditions of the measurement.
 
-    `plain_llm`: the same model with the weight layout for plain decoding, which then runs on it. `on_run` and `go_on`:
-    as in `interleave`; the result covers the runs that were made.
+    The two methods run interleaved. `held_out`: whether the prompts were not used to search for the profile, for the
+    record. `plain_llm`: a copy of the model in the weight layout for plain decoding, which runs on it (None: `llm`).
+    `on_run` and `go_on`: as in `interleave`; if `go_on` stops the timing, the result covers the runs made until then.
     """
     methods = {"plain": method(plain_llm or llm, PlainDrafter(), options), "draft": method(llm, drafter, options)}
     runs = interleave(methods, prompts, rounds=rounds, on_run=on_run, go_on=go_on)
@@ -287,7 +292,7 @@ def measure(
 
 
 def conditions(runtime: Runtime) -> dict[str, Any]:
-    """Return the conditions to report with every figure: machine, device, dtype and threads."""
+    """Return the conditions of a measurement: machine, device, dtype and number of threads."""
     return {
         "machine": machine(runtime.device),
         "device": runtime.device.type,
@@ -297,7 +302,7 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """Return the 95% percentile bootstrap interval of the median of `values`; a single value is its own interval."""
+    """Return the 95% percentile bootstrap interval (low, high) of the median; of a single value x, (x, x)."""
     import numpy as np
     from scipy.stats import bootstrap
 

@@ -1,7 +1,7 @@
 """PEFT adapters: folders with low-rank changes to a base model's weights.
 
-An adapter loaded as a model is merged into the weights. Several adapters stay unmerged, and each request chooses one
-(`Adapters`).
+An adapter that is loaded as the model is merged into the base model's weights. Adapters that are loaded by name stay
+unmerged, and each request chooses an adapter (`Adapters`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CONFIG = "adapter_config.json"
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter and no model of its own."""
+    """Return whether a folder holds a PEFT adapter and no full model (no config.json)."""
     return kind(folder / "config.json") != "file" and kind(folder / CONFIG) == "file"
 
 
 def base_of(folder: Path) -> str:
     """Return an adapter's base model: a folder, relative to the working or the adapter's folder, or a hub id.
 
-    Raises `SelfspecError` if the adapter's configuration names none, and without `peft`.
+    Raises `SelfspecError` if the adapter's configuration names no model or another adapter, and without `peft`.
     """
     if find_spec("peft") is None:
         raise SelfspecError(
@@ -49,7 +49,7 @@ def base_of(folder: Path) -> str:
 
 
 def merged(model: Any, folder: Path) -> Any:
-    """Merge the adapter into the model's weights, which costs no speed. Raises what `peft` raises."""
+    """Return the model with the adapter merged into its weights, which costs no speed. Raises what `peft` raises."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
@@ -59,14 +59,17 @@ BASE = "base"  # the name in requests of the model without an adapter
 
 
 def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
-    """Load adapters by name, unmerged, and leave all of them disabled. Raises `SelfspecError`."""
+    """Return the model with the adapters in folders `adapters`, by name, added: unmerged, and all disabled.
+
+    Raises `SelfspecError` for an invalid name, and for a folder that cannot be loaded.
+    """
     for name, folder in adapters.items():
         if not name or name == BASE or "." in name:
             raise SelfspecError(
-                f"adapter name '{name}': expected one without dots, and not '{BASE}', which is none of them"
+                f"adapter name '{name}': expected a name without dots, and not '{BASE}', the name for no adapter"
             )
         if not is_adapter(Path(folder)):
-            raise SelfspecError(f"adapter {folder}: no folder with an {CONFIG}; expected one that PEFT saved")
+            raise SelfspecError(f"adapter {folder}: no folder with an {CONFIG}; expected a folder saved by PEFT")
         _ = base_of(Path(folder))
     from peft import PeftModel
 
@@ -86,8 +89,8 @@ def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
 class Adapters:
     """A model's unmerged adapters, of which at most one is active at a time.
 
-    `own` is the default: `BASE` if `load_adapters` loaded the adapters; for a model that came with adapters, the active
-    one. A model without adapters has no `names`.
+    `names` are the adapters' names, empty for a model without adapters. `own` is the name of the default adapter: the
+    active adapter of a model that came with adapters, or `BASE` (no adapter) if `load_adapters` loaded the adapters.
     """
 
     def __init__(self, model: Any) -> None:
@@ -97,13 +100,13 @@ class Adapters:
         self._model, self._acts = model, self.own
 
     def named(self, name: str | None) -> str:
-        """Return the adapter that a request names, or the default. Raises `SelfspecError` for an unknown name."""
+        """Return the name of the adapter to use (None: the default `own`). Raises `SelfspecError` if it is unknown."""
         if name is not None and name not in (*self.names, BASE):
-            raise SelfspecError(f"adapter '{name}' is not there; known: {', '.join((*self.names, BASE))}")
+            raise SelfspecError(f"adapter '{name}' is not loaded; known: {', '.join((*self.names, BASE))}")
         return self.own if name is None else name
 
     def use(self, name: str) -> None:
-        """Activate an adapter by its name from `named`. Switches made through `peft` itself go unnoticed."""
+        """Activate an adapter by a name that `named` returned. Switches made directly through `peft` go unnoticed."""
         if name == self._acts:
             return
         if name == BASE:

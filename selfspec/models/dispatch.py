@@ -1,8 +1,8 @@
-"""Models that accelerate has dispatched: over several devices, with weights offloaded to the CPU or disk until used.
+"""Models dispatched by accelerate: over several devices, with weights offloaded to the CPU or disk until used.
 
-accelerate hooks every module. The runtime calls a model's norms, linears and head one by one, and their hooks bring
-inputs and weights to the device. It never calls the modules that contain them (*containers*: the model, its layers),
-so that the hooks of containers never run.
+accelerate adds a hook to every module. The runtime calls a model's norms, linears and head one by one, and the hooks on
+these modules bring inputs and weights to the device. The runtime never calls *containers*, the modules that contain
+these modules (the model, its layers), so that the hooks of containers never run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def device_of(module: nn.Module) -> torch.device:
     """Return the device that a module computes on: accelerate's execution device, else that of its weights."""
     for hook in (hook for part in module.modules() for hook in _hooks(part)):
         if getattr(hook, "execution_device", None) is not None:
-            return torch.empty(0, device=hook.execution_device).device  # with its index
+            return torch.empty(0, device=hook.execution_device).device  # a device with an index
     tensor = next(chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
@@ -50,7 +50,7 @@ def is_dense(weight: Any) -> bool:
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """Return a module's weight, or accelerate's copy if it is offloaded; None if there is none."""
+    """Return a module's weight, or accelerate's copy of an offloaded weight; None if no weight is loaded."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_meta:
         return weight
@@ -79,7 +79,7 @@ def containers(model: nn.Module, called: Iterable[nn.Module]) -> dict[str, nn.Mo
 def check_hooks(containers: Mapping[str, nn.Module]) -> None:
     """Raise `UnsupportedModelError` for a hook on a container, which would be ignored, naming the container.
 
-    accelerate's hooks that only move inputs are not needed, and those of `transformers` only record outputs.
+    Allowed are accelerate's hooks that only move inputs, and hooks of `transformers`, which only record outputs.
     """
     for path, module in containers.items():
         name = f"module '{path}'" if path else "the model"
@@ -89,12 +89,12 @@ def check_hooks(containers: Mapping[str, nn.Module]) -> None:
             continue
         if not foreign and calls_itself(module, offloaded=True):
             raise UnsupportedModelError(
-                f"{name} is offloaded as a whole, and selfspec calls what is in it; dispatch the model without "
+                f"{name} is offloaded as a whole, but selfspec calls the modules in it; dispatch the model without "
                 "preload_module_classes"
             )
         raise UnsupportedModelError(
-            f"{name} has a hook or a forward of its own, which would be ignored: selfspec calls the leaf modules "
-            "(norms, projections, head); remove it, or put it there"
+            f"{name} has a hook or a replaced forward, which would be ignored: selfspec calls only leaf modules "
+            "(norms, projections, head); remove it, or move it to a leaf module"
         )
 
 

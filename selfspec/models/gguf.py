@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("llama", "qwen2")  # Mistral's files say llama
 KEEP = "SELFSPEC_GGUF_COPIES"  # environment variable: 0 caches no dequantised weights
-_VERSION = 1  # of the cached folders' format
+_VERSION = 1  # version of the format of cached folders
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _log = logging.getLogger("selfspec")
 
 
 def check_gguf(path: Path) -> Header:
-    """Return the header of a supported GGUF model. Raises `SelfspecError` for any other file. Cheap."""
+    """Return the header of a GGUF file, without its weights. Raises `SelfspecError` if it is no supported model."""
     header = read_header(path)
     parts = header.metadata.get("split.count", 1)
     if parts != 1:
@@ -45,19 +45,19 @@ def check_gguf(path: Path) -> Header:
         )
     if header.architecture not in ARCHITECTURES:
         raise SelfspecError(
-            f"{path}: a model of architecture '{header.architecture}'; served from GGUF files: "
+            f"{path}: a model of architecture '{header.architecture}'; supported in GGUF files: "
             f"{', '.join(ARCHITECTURES)} (Mistral's files say llama)"
         )
     if header.arch_value("expert_count"):
-        raise SelfspecError(f"{path}: a mixture of experts, which is not served from GGUF files")
+        raise SelfspecError(f"{path}: a mixture of experts, which is not supported in GGUF files")
     if "tokenizer.ggml.tokens" not in header.metadata:
-        raise SelfspecError(f"{path}: holds no tokenizer; expected a model's file")
+        raise SelfspecError(f"{path}: no tokenizer in the file; expected the GGUF file of a language model")
     _rope(path, header)
     return header
 
 
 def description(path: Path) -> Path:
-    """Return the folder with a GGUF file's config, tokenizer and generation config, made when first needed.
+    """Return the folder with a GGUF file's config, tokenizer and generation config, written at the first call.
 
     Raises `SelfspecError` if they cannot be read from the file.
     """
@@ -88,8 +88,8 @@ def _describe(path: Path, header: Header, folder: Path) -> None:
 def weights(path: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained` that load a GGUF file's weights.
 
-    Dequantised weights are written to the cache folder on the first call. If they cannot be, or the variable
-    `SELFSPEC_GGUF_COPIES` is 0, the arguments dequantise the file at each load.
+    Dequantised weights are written to the cache folder on the first call. If they cannot be written, or the environment
+    variable `SELFSPEC_GGUF_COPIES` is 0, the arguments dequantise the file at each load.
     """
     import torch
 
@@ -101,14 +101,14 @@ def weights(path: Path, dtype: torch.dtype) -> dict[str, Any]:
         try:
             _copy(path, folder, stored)
         except OSError as error:
-            _log.warning("%s: dequantised weights cannot be kept (%s)", path.name, error.strerror or error)
+            _log.warning("%s: dequantised weights cannot be cached (%s)", path.name, error.strerror or error)
         else:
             return {"pretrained_model_name_or_path": str(folder)}
     return _from_file(path)
 
 
 def own_dtype(path: Path) -> torch.dtype:
-    """Return the dtype for the file's weights on an accelerator: the file's own, or bfloat16 if quantised."""
+    """Return the dtype for an accelerator: float32 or float16 if all the file's matrices have it, else bfloat16."""
     import torch
     from gguf import GGMLQuantizationType as Type
 
@@ -118,24 +118,24 @@ def own_dtype(path: Path) -> torch.dtype:
 
 
 def _copy(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Dequantise a file's weights into a folder, and log it."""
+    """Write a file's dequantised weights and config to `folder`, and log that."""
     from transformers import AutoModelForCausalLM
 
     _log.warning("%s: dequantising it to %s, once ...", path.name, str(dtype).removeprefix("torch."))
     with _making(folder) as made, quietly():
         model = AutoModelForCausalLM.from_pretrained(**_from_file(path), dtype=dtype, trust_remote_code=False)
-        model.hf_quantizer = None  # its weights are plain now; saving is refused otherwise
+        model.hf_quantizer = None  # the weights are dequantised, but transformers would refuse to save them
         model.config = _config(path, check_gguf(path))
         model.save_pretrained(made)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    _log.warning("%s: kept %.0f MB in %s, for the next time (%s=0 keeps nothing)", path.name, size / 1e6, folder, KEEP)
+    _log.warning("%s: cached %.0f MB in %s for later loads (%s=0 caches nothing)", path.name, size / 1e6, folder, KEEP)
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     import transformers
 
     plain = {}
-    if hasattr(transformers, "GgufConfig"):  # newer ones may keep weights packed where they have a kernel for them
+    if hasattr(transformers, "GgufConfig"):  # newer versions may keep weights packed where they have a kernel
         plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
     config = _config(path, check_gguf(path))
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "config": config} | plain
@@ -164,7 +164,7 @@ def _rope(path: Path, header: Header) -> dict[str, Any]:
     original = header.arch_value("rope.scaling.original_context_length")
     if kind == "yarn" and original:
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise SelfspecError(f"{path}: rope scaled by '{kind}', which is not served from GGUF files")
+    raise SelfspecError(f"{path}: rope scaling '{kind}' is not supported in GGUF files")
 
 
 def _llama3(path: Path, header: Header) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _llama3(path: Path, header: Header) -> dict[str, Any]:
     )
     share = np.clip((original / lengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency
     if tensor.type != 0 or not np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-3):
-        raise SelfspecError(f"{path}: rope frequencies of its own kind, which are not served; known: Llama 3.1's")
+        raise SelfspecError(f"{path}: unknown rope frequencies in 'rope_freqs.weight'; expected Llama 3.1's")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
@@ -196,7 +196,7 @@ def _folder(path: Path) -> Path:
 
 
 def _root() -> Path:
-    """Return the cache folder of all GGUF files, or, if it is not writable, one deleted when the process exits."""
+    """Return the cache folder of all GGUF files; if not writable, a temporary folder, deleted at exit."""
     folder = cache_folder() / "gguf"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,11 +215,11 @@ def _lost() -> Path:
 
 @contextlib.contextmanager
 def _making(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill, which then becomes `folder` or is merged into it; deleted on an error."""
+    """Yield a temporary folder to fill, which then becomes `folder` or is merged into it; an error deletes it."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         yield made
-        if folder.is_dir():  # with the description, or made by another process meanwhile
+        if folder.is_dir():  # holds the description, or was made by another process meanwhile
             for file in made.iterdir():
                 os.replace(file, folder / file.name)
         else:

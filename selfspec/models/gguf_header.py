@@ -98,7 +98,7 @@ class _Reader:
         version = self._scalar("I")
         if version not in (2, 3):
             raise SelfspecError(
-                f"{self._path}: GGUF version {version}; expected 2 or 3, little-endian; convert it anew"
+                f"{self._path}: GGUF version {version}; expected 2 or 3, little-endian; convert the model again"
             )
         tensors, pairs = self._length(), self._length()
         metadata = dict(self._pair() for _ in range(pairs))
@@ -110,7 +110,7 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise struct.error
-        start = -(-self._file.tell() // alignment) * alignment  # the data begins at the next multiple
+        start = -(-self._file.tell() // alignment) * alignment  # the data begins at the next multiple of the alignment
         return Header(metadata, {name: Tensor(t.shape, t.type, start + t.start) for name, t in tensor_infos.items()})
 
     def _pair(self) -> tuple[str, Any]:

@@ -1,6 +1,7 @@
-"""GGUF files as models whose weights stay quantised in memory as in the file: read once, never dequantised whole.
+"""GGUF files as models whose weights stay quantised in memory exactly as in the file.
 
-Quantisation types with blocks of 32 values and float16 scales are kept (`TYPES`); other weights are dequantised.
+Weights of `TYPES`, which have blocks of 32 values and float16 scales, stay quantised; other weights are dequantised to
+float32.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _log = logging.getLogger("selfspec")
 
 
 def load_quantized_gguf(path: Path) -> Any:
-    """Load a GGUF file's model, with weights of `TYPES` as in the file and all else float32. Raises `SelfspecError`."""
+    """Load a GGUF file's model, with weights of `TYPES` quantised as in the file and all other weights in float32.
+
+    Raises `SelfspecError` if the file is not a supported model.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -100,7 +104,7 @@ class _File:
                 self._cached_weights[head] = blocks
 
     def blocks(self, module: str) -> GGUFWeight | None:
-        """Return the quantised weight of a linear or an embedding; None if its type is not kept."""
+        """Return the quantised weight of a linear or an embedding; None if its type is not one of `TYPES`."""
         if module in self._cached_weights:
             return self._cached_weights[module]
         tensor = self._required_tensor(self.name_of(f"{module}.weight"))
@@ -119,11 +123,11 @@ class _File:
         return weight if order is None else weight.rows(order)
 
     def name_of(self, name: str) -> str:
-        """Return the name of the parameter that this one is tied to, else the name itself."""
+        """Return the name of the parameter that the parameter `name` is tied to, else `name` itself."""
         return self._same.get(name, name)
 
     def dequantised(self, name: str) -> Tensor:
-        """Return a parameter of any type in float32. Raises `SelfspecError` if the file has none of this name."""
+        """Return a parameter of any type in float32. Raises `SelfspecError` if the file has no parameter `name`."""
         tensor = self._required_tensor(self.name_of(name))
         kind = self._gguf.GGMLQuantizationType(tensor.type)
         if len(tensor.shape) > 1:
@@ -138,11 +142,11 @@ class _File:
         if self._others:
             kinds = ", ".join(f"{n} of type {kind}" for kind, n in sorted(self._others.items()))
             _log.warning(
-                "%s: dequantised to float32: %s; kept as in the file: %s", self._path.name, kinds, ", ".join(TYPES)
+                "%s: dequantised to float32: %s; kept in quantised form: %s", self._path.name, kinds, ", ".join(TYPES)
             )
 
     def _order(self, module: str, out: int) -> Tensor | None:
-        """Return the row order of a linear: llama's files interleave the two halves of query and key heads for RoPE."""
+        """Return a linear's row order, as llama files interleave the RoPE halves of q and k heads; None: as stored."""
         last = module.rpartition(".")[2]
         if self._header.architecture != "llama" or last not in ("q_proj", "k_proj"):
             return None

@@ -1,8 +1,8 @@
-"""GGUF weights as in the file, in blocks of 32 inputs, and the modules that multiply with them. CPU only.
+"""GGUF weights in blocks of 32 inputs, as in the file, and the modules that multiply with these weights. CPU only.
 
 Values are exactly the file's, and scales stay float16. With a C++ compiler, selfspec's own kernels read these blocks,
-sum in float32, and give a row the same bits in a batch of any size. Without one, each product dequantises the weight,
-a slice of outputs at a time.
+sum in float32, and give a row the same bits in a batch of any size. Without a compiler, each product dequantises the
+weight, a slice of outputs at a time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _AT_ONCE = 1024  # outputs dequantised at a time without a compiler
 class GGUFWeight:
     """A quantised weight `[out, in]` in groups of 32 inputs, which share a scale and, in int4, a zero point.
 
-    In 8 bits, the weight is values * scale: `values` int8 `[out, in]`, `grid` float16 `[out, in / 32, 1]`. In 4 bits,
-    it is values * scale + zero: `values` uint8 `[out, in / 2]`, where 16 bytes hold 32 inputs, the first 16 in the low
-    halves and the others in the high ones; `grid` float16 `[out, in / 32, 2]`, the scale first.
+    In int8, the weight is `values` * scale: `values` is int8 `[out, in]`, and `grid` holds the scales, float16
+    `[out, in / 32, 1]`. In int4, it is `values` * scale + zero: `values` is uint8 `[out, in / 2]`, where 16 bytes hold
+    a group's inputs 0 to 15 in the low four bits and 16 to 31 in the high four bits; `grid` holds (scale, zero),
+    float16 `[out, in / 32, 2]`.
     """
 
     bits: Literal[8, 4]
@@ -48,11 +49,11 @@ class GGUFWeight:
         return self.values.nbytes + self.grid.nbytes
 
     def rows(self, outputs: Tensor | slice) -> GGUFWeight:
-        """Return the weight of some outputs; a slice is not copied."""
+        """Return the rows `outputs` of the weight; for a slice, a view."""
         return GGUFWeight(self.bits, self.values[outputs], self.grid[outputs])
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the dequantised weight: exact in float32, or rounded once if a zero is far smaller than its scale."""
+        """Return the dequantised weight: exact in float32, or rounded once if a zero point is far below its scale."""
         grid = self.grid.float()
         if self.bits == 8:
             values = self.values.view(*self.grid.shape[:2], BLOCK).float().mul_(grid)
@@ -73,7 +74,7 @@ def concat_weights(parts: Sequence[GGUFWeight]) -> GGUFWeight:
 
 
 class BlockProduct(NativeProduct):
-    """The native product with a `GGUFWeight`, by one kernel for any number of rows: the weight is never copied."""
+    """The native product with a `GGUFWeight`; one kernel for any number of rows, so the weight is never dequantised."""
 
     def __init__(self, blocks: GGUFWeight, bias: Tensor | None = None) -> None:
         self.blocks = GGUFWeight(blocks.bits, blocks.values.contiguous(), blocks.grid.contiguous())
@@ -107,7 +108,7 @@ class BlockProduct(NativeProduct):
 
 
 class SlowBlockProduct:
-    """The product in torch operations, without a compiler: slow, dequantising `_AT_ONCE` outputs at a time."""
+    """The product with a `GGUFWeight` without a compiler: slow, in torch, dequantising `_AT_ONCE` outputs at a time."""
 
     def __init__(self, blocks: GGUFWeight, bias: Tensor | None = None) -> None:
         self.blocks, self.bias, (self.out, self.into) = blocks, bias, blocks.shape
@@ -122,7 +123,7 @@ class SlowBlockProduct:
 
     @property
     def product(self) -> Call:
-        """This object."""
+        """This object, which is itself the function from rows to their product."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlowBlockProduct:
@@ -130,15 +131,15 @@ class SlowBlockProduct:
 
 
 def block_product(blocks: GGUFWeight, bias: Tensor | None = None) -> BlockProduct | SlowBlockProduct:
-    """Return the native product with a weight, or the slow one if native code is not available."""
+    """Return the native product with a weight, or a `SlowBlockProduct` if native code is not available."""
     return BlockProduct(blocks, bias) if available() else SlowBlockProduct(blocks, bias)
 
 
 class BlockLinear(PartLinear):
-    """Replacement of a linear whose weight stays quantised, alone or fused with others over the same input.
+    """Replacement of a linear whose weight stays quantised, alone or fused with linears that read the same input.
 
-    `weight` is no parameter: each read dequantises it. A model with these modules can be called, copied and saved as if
-    it were dequantised, but neither trained nor moved.
+    `weight` is a property that dequantises at each read. A model with these modules can be called, copied and saved
+    like a dequantised model, but neither trained nor moved.
     """
 
     fused: BlockProduct | SlowBlockProduct
@@ -160,7 +161,7 @@ class BlockLinear(PartLinear):
         return self.blocks.rows(slice(self.start, self.start + self.out_features)).weight()
 
     def with_outputs(self, outputs: Tensor) -> Call:
-        """Return the product with only the rows `outputs` of the weight, which stay quantised."""
+        """Return the product with only the rows `outputs` of the weight, still quantised."""
         bias = None if self.bias is None else self.bias.index_select(0, outputs)
         return block_product(self.blocks.rows(outputs + self.start), bias).product
 
@@ -209,5 +210,5 @@ def _stays(fn: Callable[[Tensor], Tensor]) -> None:
     moved = fn(torch.zeros(1))
     if moved.dtype != torch.float32 or moved.device.type != "cpu":
         raise SelfspecError(
-            "weights kept as in the file stay on the CPU, for float32; load the model anew, dequantised"
+            "quantised GGUF weights stay on the CPU and in float32 models; load the model again, dequantised"
         )

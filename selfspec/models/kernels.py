@@ -1,7 +1,7 @@
-"""Kernels for quantised weights, selfspec's own and torch's, and the choice of the fastest on this machine.
+"""Kernels for quantised weights, selfspec's own and torch's, and the choice of the fastest kernel on this machine.
 
-Which is fastest depends on the processor: torch may have a kernel optimised for it, or only a reference that is slower
-than float32. So kernels are timed on a weight like the model's, once for each kind of model, and the choice is cached.
+The fastest kernel depends on the processor: torch may have a kernel optimised for it, or only a reference kernel that
+is slower than float32. Kernels are therefore timed on a random weight like the model's, and the choice is cached.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, q
 from selfspec.models.native import IN_A_PASS, NativeProduct
 from selfspec.models.native_library import available
 
-_OUTPUTS, _VALUES = 4096, 2**26  # of the timed weight: least outputs, and most values unless these outputs have more
+_OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
 _REPEATS = 5
-_COPIES, _CACHES = 24, 2**26  # most copies of the timed weight, and bytes of all that exceed CPU caches, as in a step
-_ENLARGED = 2.0**20
+_COPIES, _CACHES = 24, 2**26  # timed copies: at most 24 of together 64 MiB, more than CPU caches hold, as in a step
+_ENLARGED = 2.0**20  # factor on a single row for `int8_dynamic`
 _WIDE = 24  # rows from which a product with the weight dequantised to bfloat16 is faster than the quantised kernel
-COARSER = 1.1  # factor on float8's time: five times as far off the model's weights, its drafts are accepted less often
+COARSER = 1.1  # factor on float8's time, as its drafts are accepted less often: its weights are five times as far off
 _ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
 def int8_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int8 weights for bfloat16 rows.
 
-    torch's kernel reads inputs 32 at a time, past the end unless padded to a multiple of 32.
+    torch's kernel reads 32 inputs at a time, past the end of a row, so inputs are padded to a multiple of 32.
     """
     into = weight.values.shape[1]
     more = -into % 32
@@ -50,11 +50,12 @@ def int8_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def int8_dynamic(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int8 weights for rows that are quantised to 8 bits on the fly, each by its own largest value.
+    """Pack int8 weights for rows that are quantised to int8 at each call, each row by its own largest value.
 
-    torch's dynamic kernel is faster for one row, but quantises all rows by one scale. Several rows are therefore
-    quantised here one by one, for a kernel that costs little more for each further row; its weights are packed when
-    several rows first come. torch quantises a row with all values below 2^-6 too coarsely, so one row is scaled up.
+    torch's dynamic kernel is fastest for one row, but quantises all rows by one scale. Several rows are therefore
+    quantised here, for oneDNN's kernel, which costs little more for each further row; the weights are packed for oneDNN
+    at the first call with several rows. torch quantises a row with all values below 2^-6 too coarsely, so a single row
+    is multiplied by `_ENLARGED`, and the weights' scales are divided by it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has deprecated its quantised tensor types
@@ -75,7 +76,7 @@ def int8_dynamic(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def _by_rows(values: Tensor, scale: Tensor) -> Call:
-    """Return the product of rows that are each quantised by a scale of its own."""
+    """Return the product with int8 `values` `[out, in]` and their `scale`, for rows with a scale for each row."""
     packed = torch.ops.onednn.qlinear_prepack(values, None)
     scales, zeros = scale.flatten().float(), torch.zeros(len(scale), dtype=torch.int32)
     product = torch.ops.onednn.qlinear_pointwise.default
@@ -90,7 +91,7 @@ def _by_rows(values: Tensor, scale: Tensor) -> Call:
 
 
 def int4_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int4 weights in groups for bfloat16 rows. torch requires a multiple of 16 outputs."""
+    """Pack int4 weights in groups for bfloat16 rows. Outputs are padded to a multiple of 16, as torch requires."""
     assert weight.zero is not None
     out, into = weight.values.shape
     values = F.pad(weight.values, (0, 0, 0, -out % 16))
@@ -101,7 +102,7 @@ def int4_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int4 weights on CUDA (compute capability from 8.0 on). torch requires multiples of 8 outputs, 32 inputs."""
+    """Pack int4 weights on CUDA (compute capability 8.0 or higher); torch needs multiples of 8 outputs, 32 inputs."""
     assert weight.zero is not None
     out, into = weight.values.shape
     more = -out % 8
@@ -116,7 +117,7 @@ def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack float8 weights (e4m3) for inputs cast to float8, with a scale for each output and each input row.
 
-    For CUDA from compute capability 8.9 on. torch requires multiples of 16 outputs and inputs.
+    For CUDA, compute capability 8.9 or higher. Outputs and inputs are padded to multiples of 16, as torch requires.
     """
     out, into = weight.values.shape
     padded = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
@@ -138,9 +139,10 @@ def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide_too(product: Call, into: int) -> Call:
-    """Return `product` for few rows, and for many (as in a replay) a product with the weight dequantised to bfloat16.
+    """Return a function that calls `product` for fewer than `_WIDE` rows, and else multiplies in bfloat16.
 
-    The dequantised weight is kept from the first product of many rows on.
+    `into` is the number of inputs. The weight is dequantised to bfloat16 at the first call with many rows (as in a
+    search's replay), and kept.
     """
     dequantized: list[Tensor] = []
 
@@ -161,7 +163,7 @@ def native(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     return NativeProduct(weight)
 
 
-# Without 8-bit dot product instructions (VNNI), the kernel accumulates in 16 bits, which overflow.
+# Without 8-bit dot product instructions (VNNI), torch's kernel accumulates in 16 bits, which overflow: it is left out.
 _DOT_PRODUCTS = {"int8 dynamic": int8_dynamic} if torch.cpu._is_vnni_supported() else {}
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"native": native, "weights only": int8_weight_only, **_DOT_PRODUCTS},
@@ -175,10 +177,10 @@ BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
 
 
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
-    """Return the fastest kernel for products of one row with weights like this one.
+    """Return the fastest kernel for products of one row with weights of this shape, dtype and device (timed, cached).
 
-    Returns `fake` if there is none, as on any device but the CPU and CUDA: quantised drafts are then no faster than
-    full precision, and their weights take as much memory.
+    Returns `fake` if no kernel works, and on devices other than the CPU and CUDA: quantised drafts are then no faster
+    than drafts in full precision, and their weights take as much memory.
     """
     if weight.device.type not in BY_DEVICE:
         return fake
@@ -197,7 +199,7 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
 
 @torch.inference_mode()
 def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
-    """Return the seconds of a product of `rows` rows with a weight like this one, by kernel.
+    """Return the seconds of a product of `rows` rows with a random weight like `weight`, by name of the kernel.
 
     Weights are read from memory and not from CPU caches, as in a decode step. Kernels that raise an error or are
     inaccurate, with one row or with several, are left out.
@@ -235,7 +237,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
 
 
 def _copy(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a copy whose values have memory of their own."""
+    """Return a copy of a weight whose `values` do not share memory with the original."""
     return replace(weight, values=weight.values.clone())
 
 

@@ -1,7 +1,8 @@
 """Weight layouts: the order in which the weights of a loaded model are stored in memory.
 
-A plain decode step multiplies every weight with one row, a verification pass with a few. The fastest layout depends on
-the processor and the sizes, so layouts are timed on the model's own weights, once for each kind of model, and cached.
+A decode step without drafts multiplies every weight with one row, a verification pass with a few rows. The fastest
+layout depends on the processor and the sizes, so layouts are timed on the model's own weights. The times are cached for
+models of the same sizes and dtype.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.models.shards import local_weight
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
-WIDTHS = (1, 2, 3, 4, 8, 128)  # rows that are timed: a decode step, verification passes, a prefill
-_SAMPLE = 512 * 2**20  # bytes of weights that are timed, if the model has as many: more than CPU caches hold
+WIDTHS = (1, 2, 3, 4, 8, 128)  # timed numbers of rows: a decode step's (1), verification passes' (2 to 8), a prefill's
+_SAMPLE = 512 * 2**20  # bytes of weights to time (all weights of a smaller model): more than CPU caches hold
 _BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
-_ERROR = 8  # largest error of another layout's products, relative to the error of the products by `rows`
-MUCH = 2.0  # factor over the longest plausible time; times beyond are not cached
-_CLEARLY = 0.97  # another layout is chosen if it costs less than this share of the cost of `rows`
-_NO_DEARER = 1.03  # largest time for one row of a layout for drafting, relative to the layout of plain decoding
+_ERROR = 8  # largest allowed error of a layout's products, as a multiple of the error in layout `rows`
+MUCH = 2.0  # times longer than the plausible time by more than this factor are not cached (`_disturbed`)
+_CLEARLY = 0.97  # a layout replaces `rows` only if it costs less than this share of the cost of `rows`
+_NO_DEARER = 1.03  # largest one-row time of a layout for drafting, relative to the layout chosen for plain decoding
 _STEP = 0.35  # cost of a draft step relative to a full pass over one row
-# Rounds to choose a layout for: draft steps, rows verified, tokens emitted on average, at an acceptance rate of 0.6.
-# Rows beyond the drafted tokens and the last committed one are further candidates of a token tree.
+# Draft rounds for which layouts are compared: (draft steps, rows verified, mean tokens emitted at an acceptance rate of
+# 0.6). Rows beyond the drafted tokens and the last committed token are further candidates of a token tree.
 _ROUNDS = ((1, 2, 1.65), (1, 3, 1.78), (2, 4, 2.13), (3, 8, 2.6))
-# The same for quantised drafts: their acceptance rate is 0.95, and their cost the same in every layout.
+# `_STEP` and `_ROUNDS` of quantised drafts: the acceptance rate is 0.95, and draft steps cost the same in each layout.
 _LOW_STEP, _LOW_ROUNDS = 0.45, ((3, 4, 3.7), (7, 8, 6.6))
 
 _LAY: dict[str, Callable[[Group], None]] = {
@@ -52,7 +53,7 @@ _LAY: dict[str, Callable[[Group], None]] = {
 }
 
 Times = dict[str, dict[int, float]]
-"""Seconds by layout and number of rows."""
+"""Seconds to multiply by the timed weights once, by layout and number of rows."""
 
 
 def check_layout(layout: str) -> None:
@@ -64,15 +65,16 @@ def check_layout(layout: str) -> None:
 def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, quantized_drafts: bool = False) -> str:
     """Change the layout of the weights of a model's linears in place, and return the new layout.
 
-    `rows`: stored by rows, as loaded, linears that read the same input joined in one tensor. `columns`: the same,
-    stored by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; no other copy is kept,
-    but a head tied to the embedding is then stored twice. `native`: by rows, for selfspec's own kernels and passes
-    (`native.py`), with the same dtypes and a C++ compiler. `auto`: the layout timed as fastest on this machine: for
-    plain decoding, with `drafting` for drafting and verification, with `quantized_drafts` too for quantised drafts.
-    Raises `SelfspecError` for an unknown layout, one that this model cannot have, and an unsupported model.
+    `rows`: stored by rows, as loaded; linears that read the same input are joined in one tensor. `columns`: joined in
+    the same way, and stored by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; the
+    unpacked weights are freed, but a head tied to the embedding is then stored twice. `native`: stored by rows for
+    selfspec's own CPU kernels (`native.py`), for the dtypes of `onednn`; needs a C++ compiler. `auto`: the layout timed
+    as fastest on this machine for plain decoding; with `drafting`, for drafting and verification; with
+    `quantized_drafts` in addition, for quantised drafts. A model outside `FAMILIES` keeps `rows`. Raises
+    `SelfspecError` for an unknown layout, and for a layout that this model cannot have.
     """
     check_layout(layout)
-    if not is_lean(model):  # its own forward runs on its weights as loaded
+    if not is_lean(model):  # the model runs through its own forward, on its weights as loaded
         if layout not in ("auto", "rows"):
             raise SelfspecError(f"layout '{layout}' is not for {type(model).__name__}; expected auto or rows")
         return "rows"
@@ -100,8 +102,8 @@ def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, q
 def join_all_(model: Any, *, columns: bool = False) -> None:
     """Join the parameters of linears that read the same input (`join_`) throughout a model, in place.
 
-    With `columns`, all linears' weights are stored by columns, but still written to files by rows. This includes a head
-    tied to the embedding, as an embedding reads one row for each token, and a head all rows.
+    With `columns`, all linears' weights are stored by columns, but still written to files by rows. A head tied to the
+    embedding is stored by columns too: the head reads all of the weight, the embedding only one row for each token.
     """
     parts = parts_of(model)
     for group in parts.groups():
@@ -112,7 +114,7 @@ def join_all_(model: Any, *, columns: bool = False) -> None:
 
 
 def _by_rows(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]) -> None:
-    """Store every weight of a state dictionary by rows, as in files; tied weights stay one tensor."""
+    """Convert every weight of a state dictionary to storage by rows, for saving; tied weights stay one tensor."""
     stored: dict[int, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and not value.is_contiguous():
@@ -149,7 +151,7 @@ def _packable(parts: Parts) -> bool:
 
 
 def layout_times(model: Any) -> Times:
-    """Return the times of `measure_layouts`, cached by kind of model; empty if neither `onednn` nor `native` fits."""
+    """Return `measure_layouts(model)`, cached; empty if the model can have neither layout `onednn` nor `native`."""
     if not is_lean(model):
         return {}
     parts = parts_of(model)
@@ -165,12 +167,12 @@ def layout_times(model: Any) -> Times:
 
 
 def choose(times: Times, *, drafting: bool, quantized_drafts: bool = False) -> str:
-    """Return the fastest layout for a prompt of 128 tokens and 64 new ones; `rows` unless another is clearly faster.
+    """Return the fastest layout for a prompt of 128 tokens and 64 new tokens; `rows` unless it is clearly slower.
 
-    Plain decoding takes 64 passes over one row. Drafting is assumed to run the rounds of `_ROUNDS` that cost least per
-    token. Its layout takes no longer for one row than plain decoding's: otherwise decoding with rejected drafts would
-    be slower than plain decoding. Quantised drafts are hardly ever rejected, so `quantized_drafts` drops this
-    condition.
+    Plain decoding (without drafts) takes 64 passes over one row. Drafting is assumed to run the rounds of `_ROUNDS`
+    that cost least per token. A layout for drafting must be as fast for one row as the layout for plain decoding:
+    otherwise, decoding with rejected drafts would be slower than plain decoding. Quantised drafts are hardly ever
+    rejected, so `quantized_drafts` drops this condition.
     """
     if not times:
         return "rows"
@@ -195,17 +197,17 @@ def choose(times: Times, *, drafting: bool, quantized_drafts: bool = False) -> s
 
 
 def _clearest(cost: Callable[[str], float], times: Times) -> str:
-    """Return the cheapest layout, but `rows`, if timed, unless another is clearly cheaper."""
+    """Return the layout of the lowest cost; `rows`, if it was timed, unless that layout is clearly cheaper."""
     best = min(times, key=cost)
     return best if "rows" not in times or cost(best) < _CLEARLY * cost("rows") else "rows"
 
 
 @torch.inference_mode()
 def measure_layouts(model: Any) -> Times:
-    """Time the linears of some of the model's layers (`_SAMPLE`), in seconds by layout and number of rows.
+    """Time the linears of the model's first layers (about `_SAMPLE` bytes), in seconds by layout and number of rows.
 
-    A layout that the model cannot have, or whose products are wrong, is left out; the result is empty if not even
-    `rows` can be timed. Times of native products are scaled to those in a native pass (`IN_A_PASS`).
+    A layout that the model cannot have, or whose products are wrong, is left out; the result is empty if `rows` cannot
+    be timed. Times of `native` for few rows are scaled by `IN_A_PASS`.
     """
     layers: list[tuple[Group, ...]] = []
     sampled_bytes = 0
@@ -235,14 +237,18 @@ def measure_layouts(model: Any) -> Times:
 
 
 def _disturbed(times: Times) -> bool:
-    """Return whether other load disturbed the timing: w rows took far longer than w times one row, or one than w."""
+    """Return whether other load on the machine disturbed the timing.
+
+    That is assumed if w rows took more than `MUCH` times as long as w single rows, or one row more than `MUCH` times as
+    long as w rows.
+    """
     decoding = WIDTHS[:-1]
     return any(t[w] > MUCH * w * t[1] or t[1] > MUCH * t[w] for t in times.values() for w in decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The product `run(x)` of `modules` that read one input `[n, in]`; `x` is a test input of `max(WIDTHS)` rows."""
+    """The product `run(x)` of linears `modules` that read the same input; `x` `[max(WIDTHS), in]` is a test input."""
 
     x: Tensor
     run: Callable[[Tensor], Tensor]
@@ -257,7 +263,7 @@ def _timed(products: Sequence[_Product], width: int) -> float:
 
 
 def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
-    """Return the products of copies of the layers' linears in a layout, in order; empty if it is unavailable."""
+    """Return the products of copies of the layers' linears in order, in a layout; empty if it is unavailable."""
     try:
         groups = [_copy(group) for layer in layers for group in layer]
         for group in groups:
@@ -285,7 +291,7 @@ def _product(modules: Sequence[Any]) -> _Product:
 
 
 def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:
-    """Return whether no product's largest error exceeds `_ERROR` times that of the same product in `by_rows`."""
+    """Return whether no product's largest error exceeds `_ERROR` times the error of the same product in `by_rows`."""
     for mine, theirs in zip(products, by_rows, strict=True):
         weight = torch.cat([m.weight for m in theirs.modules]).double()
         bias = [m.bias for m in theirs.modules if m.bias is not None]
@@ -328,7 +334,7 @@ def _path(parts: Parts) -> Path:
 
 
 def _sound(data: Any) -> Times | None:
-    """Parse times read from JSON, whose keys are strings; None unless they have the form of `measure_layouts`."""
+    """Parse cached JSON, whose keys are strings, to `Times`; None if a width is missing or a value is invalid."""
     try:
         times = {str(layout): {int(w): float(t) for w, t in row.items()} for layout, row in data.items()}
     except (AttributeError, TypeError, ValueError):

@@ -1,8 +1,8 @@
 """Linears as the runtime calls them: without a module call's overhead, and fused if they read the same input.
 
 The parameters of linears that read the same input (a `Group`, such as query, key and value) can be joined in one tensor
-(`join_`), which keeps their values and needs no extra memory; one product then computes all of them. Weights can also
-be stored in another form (`PartLinear`).
+(`join_`), which keeps their values and needs no extra memory; one product then computes all of them. The weight of a
+`PartLinear` is stored in another form, such as packed or quantised.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def linear(module: Any) -> Call:
 
 
 def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
-    """Return a linear from `[N, in]` to `[N, out]` that computes only `outputs`; the others are -inf.
+    """Return a linear from `[N, in]` to `[N, out]` that computes only the outputs `outputs`; all others are -inf.
 
-    It holds a copy of these rows of the weight. Returns None if the weight cannot be read (quantised, adapted,
-    offloaded).
+    The linear holds a copy of the weight's rows `outputs`. Returns None if the weight cannot be read (quantised,
+    adapted, offloaded).
     """
     indices = torch.tensor(outputs, device=device_of(module))
     product = module.with_outputs(indices) if isinstance(module, PartLinear) else None
@@ -69,25 +69,25 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A product `call` of rows, wrapped in a further step."""
+    """Base of callables that do a further step before or after the product `call`."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True)
 class Moved(Wrapped):
-    """A product that moves its input to the product's device first."""
+    """The product `call` on `device`, to which the input is moved first."""
 
     device: torch.device
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product."""
+        """Return the product with rows `x` `[N, in]` on any device."""
         return self.call(x.to(self.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseOutputs(Wrapped):
-    """A product of `out` outputs that computes only those with indices `indices`; the others are -inf."""
+    """A product with `out` outputs, of which `call` computes those at `indices`; all others are -inf."""
 
     indices: Tensor
     out: int
@@ -99,7 +99,7 @@ class SparseOutputs(Wrapped):
 
 
 def on_rows(module: Any) -> Call:
-    """Return a module as a callable on rows `[N, D]`; the module gets three dimensions, as in its own model."""
+    """Return a module as a callable on rows `[N, D]`; the module is called with `[1, N, D]`."""
     return lambda x: module(x.unsqueeze(0)).squeeze(0)
 
 
@@ -126,7 +126,8 @@ def linear_onto(module: Any) -> Onto:
 def side_by_side(modules: Sequence[Any]) -> Into:
     """Return `f(x, out)`, which writes the outputs of several linears for `x` `[N, in]` side by side.
 
-    It is one product if their parameters are joined (`join_`), otherwise one each. `out` is `[N, sum of outs]`.
+    One product computes all outputs if the linears are joined (`join_`) or fused; otherwise each linear is called.
+    `out` is `[N, sum of the linears' outputs]`.
     """
     if all(map(is_exact, modules)):
         weight = joined_tensor([module.weight.detach() for module in modules])
@@ -143,7 +144,7 @@ def side_by_side(modules: Sequence[Any]) -> Into:
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
-    """Return the function x @ weight.t() + bias; the weight `[out, in]` is transposed once and not at each call."""
+    """Return the function x -> x @ weight.t() + bias; the weight `[out, in]` is transposed once, not at each call."""
     across = weight.t()
     several = partial(torch.mm, mat2=across) if bias is None else partial(torch.addmm, bias, mat2=across)
     if not _vectors(weight):
@@ -159,10 +160,10 @@ def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
 
 
 def _vectors(weight: Tensor) -> bool:
-    """Return whether one row is best multiplied as a vector: on a CPU, with a weight stored by rows.
+    """Return whether a single row is multiplied faster as a vector: on a CPU, with a weight stored by rows.
 
-    A matrix product reorders a bfloat16 weight first, each time. For float16 the matrix product is faster, as torch's
-    matrix-vector product is not vectorised.
+    torch's matrix product would first reorder a bfloat16 weight at every call. For float16 the matrix product is
+    faster, as torch's matrix-vector product is not vectorised.
     """
     return weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype != torch.float16
 
@@ -171,8 +172,8 @@ def _vectors(weight: Tensor) -> bool:
 class Group:
     """Linears that read the same input: the attributes `names` of `parent`.
 
-    `writes`: their output is added to the residual stream. `partial`: each tensor parallel process has a part of their
-    inputs, and the output is a partial sum.
+    `writes`: the linears' output is added to the residual stream. `partial`: the linears are sharded by inputs (tensor
+    parallel), so that each process computes a partial sum.
     """
 
     parent: Any
@@ -182,12 +183,12 @@ class Group:
 
     @property
     def modules(self) -> list[Any]:
-        """The current modules."""
+        """The linears, as `parent` holds them now."""
         return [getattr(self.parent, name) for name in self.names]
 
     @property
     def module(self) -> Any:
-        """The only linear of a group of one."""
+        """The linear of a group of a single linear."""
         (module,) = self.modules
         return module
 
@@ -216,7 +217,7 @@ def join_(group: Group, *, columns: bool = False) -> None:
 
 
 def joined_tensor(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor whose consecutive rows are `parts`, stored by rows or columns; None if there is none."""
+    """Return the tensor whose consecutive rows are `parts`, by rows or columns; None if `parts` are not adjacent."""
     first, rows = parts[0], sum(len(part) for part in parts)
     if first.dim() == 2 and first.stride(0) == 1 != first.stride(1):
         strides: tuple[int, ...] = (1, rows)
@@ -234,7 +235,7 @@ def joined_tensor(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def fused_product(modules: Sequence[Any]) -> Product | None:
-    """Return the product of which `modules` are all the parts, in order; None if they are not."""
+    """Return the fused product that consists of exactly `modules`, in order; None if there is no such product."""
     if not all(isinstance(module, PartLinear) and module.current and is_plain(module) for module in modules):
         return None
     fused, start = modules[0].fused, 0
@@ -246,7 +247,7 @@ def fused_product(modules: Sequence[Any]) -> Product | None:
 
 
 def is_exact(module: nn.Module) -> bool:
-    """Return whether a module is an `nn.Linear`, no subclass, without hooks, with a plain tensor as loaded weight."""
+    """Return whether a module is an `nn.Linear` (no subclass) without hooks, whose weight is a loaded plain tensor."""
     exact = type(module) is nn.Linear and is_plain(module) and not module.weight.is_meta
     return exact and is_dense(module.weight)
 
@@ -271,20 +272,21 @@ class InPlace(Protocol):
 
 
 class Product(Protocol):
-    """A fused product of one or more linears with rows `[N, in]`; `out` is the number of outputs of all."""
+    """A fused product of one or more linears with rows `[N, in]`; `out` is their total number of outputs."""
 
     out: int
 
     @property
     def product(self) -> Call:
-        """The callable that multiplies an input by the packed weight."""
+        """The function from rows `[N, in]` to the product `[N, out]` with the fused weight."""
 
 
 class PartLinear(nn.Module):
-    """Replacement of a linear whose weight is a part of the fused weight of `fused`: its rows from `start` on.
+    """Replacement of a linear whose weight is part of the fused weight of `fused`: the rows from `start` on.
 
-    Its own forward is slower than one call of `fused`: it computes the whole product and returns its part. `readable`:
-    False if `weight` only approximates the packed weight. `bits`: the bits of its quantised weight, None if full.
+    `forward` computes the whole fused product and returns this linear's outputs, so the runtime calls `fused` once
+    instead. `readable`: whether `weight` is exactly what the linear multiplies with. `bits`: the bits of a quantised
+    weight, None in full precision.
     """
 
     readable: ClassVar[bool] = False
@@ -305,5 +307,5 @@ class PartLinear(nn.Module):
         return True
 
     def with_outputs(self, outputs: Tensor) -> Call | None:
-        """Return the product with only the rows `outputs` of the weight, in the same form; None if unsupported."""
+        """Return the product with only the rows `outputs` of the weight, stored as before; None if unsupported."""
         return None

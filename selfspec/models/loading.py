@@ -34,9 +34,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 class DeviceMap:
     """A device map for a model larger than one device, as `from_pretrained` of `transformers` takes it.
 
-    `places`: one of `PLACINGS`, or a device for each module by name. `max_memory`: by device (a GPU's number, or cpu),
-    bytes or a string such as 20GiB. Weights that fit on no device stay on disk, in the checkpoint or in
-    `offload_folder`, and are read at every use. Raises `SelfspecError` for invalid values.
+    `places`: one of `PLACINGS`, or a device for each module by name. `max_memory`: the limit for each device (a GPU's
+    number, or cpu), in bytes or as a string such as 20GiB. Weights that fit on no device stay on disk, in the
+    checkpoint or in `offload_folder`, and are read at every use. Raises `SelfspecError` for invalid values.
     """
 
     places: str | Mapping[str, int | str] = "auto"
@@ -57,7 +57,7 @@ class DeviceMap:
             raise SelfspecError(f"offload folder {self.offload_folder} is a file; expected a folder")
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `from_pretrained`."""
+        """Return the fields that are not None as keyword arguments of `from_pretrained`."""
         named = {"device_map": self.places, "max_memory": self.max_memory, "offload_folder": self.offload_folder}
         return {name: dict(v) if isinstance(v, Mapping) else v for name, v in named.items() if v is not None}
 
@@ -65,14 +65,18 @@ class DeviceMap:
 def parse_devices(
     device: str, device_map: str | None, max_memory: str | None, offload_folder: Path | None
 ) -> str | DeviceMap:
-    """Parse the device options of a command; `max_memory` is as in 0=20GiB,cpu=60GiB. Raises `SelfspecError`."""
+    """Parse the device options of a command: return `device`, or a `DeviceMap` if `device_map` is given.
+
+    `max_memory` has the form 0=20GiB,cpu=60GiB. Raises `SelfspecError` for options that are invalid or do not go
+    together.
+    """
     if device_map is None:
         for name, value in (("--max-memory", max_memory), ("--offload-folder", offload_folder)):
             if value is not None:
                 raise SelfspecError(f"{name} is for models spread over devices; expected --device-map auto too")
         return device
     if device != "auto":
-        raise SelfspecError(f"--device {device} and --device-map: expected one of them")
+        raise SelfspecError(f"--device {device} and --device-map: expected only one of these options")
     memory: dict[int | str, int | str] = {}
     for part in [] if max_memory is None else " ".join(max_memory.split()).split(","):
         place, _, size = (text.strip() for text in part.partition("="))
@@ -84,9 +88,10 @@ def parse_devices(
 
 
 def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file of a model's name, a path or a file in an installed package; None for any other model.
+    """Return the GGUF file that a model's name stands for; None if the model is not in a GGUF file.
 
-    Raises `SelfspecError` if the named file does not exist.
+    The name is the file's path, or a key of `PACKAGED`. Raises `SelfspecError` if the file does not exist or its
+    package is not installed.
     """
     if name in PACKAGED and kind(Path(name)) == "missing":
         return packaged_file(name)
@@ -100,7 +105,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def check_model_name(name: str) -> None:
-    """Raise `SelfspecError` if `name` cannot be a model: cheap, before anything heavy is imported."""
+    """Raise `SelfspecError` if `name` cannot be the name of a model. Cheap: torch is not imported."""
     if name == builtin.NAME:
         return
     want = f"expected a folder, a GGUF file, a hub id, {', '.join(PACKAGED)}, or '{builtin.NAME}'"
@@ -122,7 +127,7 @@ def check_model_name(name: str) -> None:
                 f"model {name}: the folder has no config.json; expected a model saved by save_pretrained"
             )
     elif there != "missing":
-        raise SelfspecError(f"model {name} is a file, and no GGUF file; {want}")
+        raise SelfspecError(f"model {name} is a file, but not a GGUF file; {want}")
     elif not _HUB_ID.fullmatch(name):
         raise SelfspecError(f"model {name}: no such folder; {want}")
 
@@ -146,12 +151,12 @@ def check_dtype(dtype: str) -> None:
 def load_model(
     name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto", parallel: bool = False
 ) -> tuple[Any, Any]:
-    """Load model and tokenizer by name, through `from_pretrained`.
+    """Load a model and its tokenizer by name, through `from_pretrained`; return both.
 
-    `device` `auto` is CUDA if available, else the CPU; a `DeviceMap` spreads the model over several devices. `dtype`
-    `auto` is the checkpoint's own on an accelerator, and float32 on the CPU, where half precision is slower; `file`
-    keeps the weights of a GGUF file quantised, and all else in float32. `parallel`: load tensor parallel over the
-    processes of `torchrun`. Raises `SelfspecError` with the reason if they cannot be loaded.
+    `device`: `auto` is CUDA if available, else the CPU; a `DeviceMap` spreads the model over several devices. `dtype`:
+    `auto` is the checkpoint's dtype on an accelerator, and float32 on the CPU, where half precision is slower; `file`
+    keeps the quantised weights of a GGUF file as they are, and all other weights in float32. `parallel`: load tensor
+    parallel over the processes of `torchrun`. Raises `SelfspecError` with the reason if loading fails.
     """
     check_model_name(name)
     check_dtype(dtype)
@@ -186,7 +191,7 @@ def load_model(
         if _base(name) != name:
             model = merged(model, Path(name))
         model = model.eval() if spread else model.eval().to(where)
-        if file is not None:  # may name more end tokens than the model's configuration
+        if file is not None:  # the generation config may name more end tokens than the config
             model.generation_config = GenerationConfig.from_pretrained(source)
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"model {name} cannot be loaded: {reason(error)}") from error
@@ -199,35 +204,41 @@ def load_model(
 
 
 def check_parallel(device: str | DeviceMap) -> int:
-    """Return the number of `torchrun` processes that share a model. Raises `SelfspecError` without `torchrun`."""
+    """Return the number of `torchrun` processes that share a model.
+
+    Raises `SelfspecError` outside `torchrun`, and if `device` is not `auto`, as each process has its own device.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise SelfspecError(
-            "tensor parallel wants a process for each device, as in: "
+            "tensor parallel: not started by torchrun; expected a process for each device, as in: "
             "torchrun --nproc-per-node 2 -m selfspec generate --tensor-parallel ..."
         )
     if device != "auto":
-        raise SelfspecError("tensor parallel gives each process a device of its own; leave device and device map out")
+        raise SelfspecError("tensor parallel with a device or device map: expected neither; each process has its own")
     return int(os.environ["WORLD_SIZE"])
 
 
 def _shared(name: str, among: int) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for `among` tensor parallel processes. Raises `SelfspecError`."""
+    """Return the arguments of `from_pretrained` that shard a model over `among` tensor parallel processes.
+
+    Raises `SelfspecError` for a GGUF file or an adapter, and as `parallel_options` does.
+    """
     from selfspec.models.shards import parallel_options
 
     if gguf_file(_base(name)) is not None or _base(name) != name:
-        raise SelfspecError(f"tensor parallel reads folders and hub ids; {name} is a GGUF file or an adapter")
+        raise SelfspecError(f"tensor parallel: {name} is a GGUF file or an adapter; expected a folder or a hub id")
     return parallel_options(read_identity(name), among)
 
 
 def _check_kept(name: str, device: torch.device, *, spread: bool) -> None:
-    """Raise `SelfspecError` if weights cannot be kept quantised as in the file."""
+    """Raise `SelfspecError` unless dtype `file` is possible: the model is a GGUF file, and runs on the CPU."""
     if gguf_file(name) is None:
         raise SelfspecError(
-            f"dtype 'file' keeps a GGUF file's weights as they are, and model {name} is none; expected auto"
+            f"dtype 'file' keeps the weights of a GGUF file quantised: model {name} is not a GGUF file; expected auto"
         )
     if spread or device.type != "cpu":
         raise SelfspecError(
-            "dtype 'file': weights kept as in the file are multiplied on the CPU; expected --device cpu"
+            "dtype 'file': the quantised weights of a GGUF file run on the CPU only; expected --device cpu"
         )
 
 
@@ -243,7 +254,10 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_identity(name: str) -> Identity:
-    """Read a model's identity from its configuration, without its weights. Raises `SelfspecError`."""
+    """Read a model's identity (model type and sizes) from its configuration, without its weights.
+
+    Raises `SelfspecError` if the configuration cannot be read, or is not that of a causal language model.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -262,7 +276,7 @@ def read_identity(name: str) -> Identity:
 
 
 def stored_config(name: str) -> str | None:
-    """Return the local folder with a model's config.json, found without a network; None if there is none.
+    """Return the local folder with a model's config.json, without network access; None if there is no such folder.
 
     Raises `SelfspecError` if `name` cannot be a model.
     """
@@ -276,12 +290,12 @@ def stored_config(name: str) -> str | None:
     try:
         file = try_to_load_from_cache(source, "config.json")
     except HFValidationError:
-        raise SelfspecError(f"model {name}: no such folder, and no hub id is written so") from None
+        raise SelfspecError(f"model {name}: neither an existing folder nor a valid hub id") from None
     return str(Path(file).parent) if isinstance(file, str) else None
 
 
 def read_generation_config(path: Path) -> GenerationConfig:
-    """Read a `generation_config.json` from its path or its folder. Raises `SelfspecError`."""
+    """Read a `generation_config.json` from its path or its folder. Raises `SelfspecError` if that fails."""
     from transformers import GenerationConfig
 
     file = path / "generation_config.json" if kind(path) == "folder" else path
@@ -294,12 +308,12 @@ def read_generation_config(path: Path) -> GenerationConfig:
 
 
 def _base(name: str) -> str:
-    """Return an adapter's base model; any other name as it is. Raises as `base_of` does."""
+    """Return the base model's name if `name` is an adapter's folder, else `name`. Raises as `base_of` does."""
     return base_of(Path(name)) if is_adapter(Path(name)) else name
 
 
 def _tokenizer_source(name: str) -> str:
-    """Return an adapter's folder if it holds a tokenizer, else `_source(name)`."""
+    """Return where to load the tokenizer from: an adapter's folder if it has a tokenizer, else `_source(name)`."""
     return name if is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file" else _source(name)
 
 

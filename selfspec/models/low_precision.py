@@ -1,8 +1,9 @@
 """Quantised copies of linears for drafting.
 
-Only weights are quantised, rounding to nearest: int8 with a scale for each output, int4 with one for each group of
-inputs. The `Kernel` that multiplies them is chosen by timing on each machine; `fake` multiplies with the dequantised
-weights in the model's own dtype, which all others approximate. Rows of an input never affect each other.
+Only weights are quantised, rounding to nearest: int8 with a scale for each output, int4 with a scale and a zero point
+for each output and group of inputs. The `Kernel` that multiplies with them is chosen by timing on each machine. The
+kernel `fake` multiplies with the dequantised weights in the model's dtype; the results of all other kernels are within
+rounding of it. Rows of an input never affect each other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class QuantizedWeight:
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
     """Quantise a weight `[out, in]`, rounding to nearest.
 
-    int8 is symmetric for each output; int4 spans the least to the largest value of each group of inputs.
+    int8 is symmetric, with a scale for each output; int4 spans the range from the smallest to the largest value of each
+    group of inputs.
     """
     out, into = weight.shape
     weight = weight.contiguous()
@@ -71,13 +73,14 @@ def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
 def bytes_of(bits: Bits, out: int, into: int) -> int:
     """Return the bytes of a quantised weight `[out, in]`, including scales.
 
-    `fake` takes as much as the model's own weight; so may a kernel, in addition, once several rows are multiplied.
+    Not counted: `fake` keeps the weight in the model's dtype, and a kernel may keep another copy of the weight once it
+    has multiplied several rows.
     """
     return out * into + 2 * out if bits == 8 else out * into // 2 + 4 * out * (into // (groups_of(into) or into))
 
 
 def is_quantizable(modules: Sequence[Any], bits: Bits) -> bool:
-    """Return whether linears can be quantised: weights readable, of more than `bits`, and divisible into groups."""
+    """Return whether linears can be quantised: readable, of more than `bits` bits, with inputs that fit int4 groups."""
     if not all(map(is_readable, modules)) or any((getattr(module, "bits", None) or 16) <= bits for module in modules):
         return False
     return bits == 8 or all(groups_of(module.in_features) for module in modules)
@@ -89,11 +92,14 @@ def groups_of(into: int) -> int | None:
 
 
 Kernel = Callable[[QuantizedWeight, torch.dtype], Call]
-"""`kernel(weight, dtype)` packs a weight and returns its product with rows `[N, in]` of the dtype, or of bfloat16."""
+"""`kernel(weight, dtype)` packs a weight for a model of `dtype`, and returns its product with rows `[N, in]`.
+
+The product may have another dtype.
+"""
 
 
 def fake(weight: QuantizedWeight, dtype: torch.dtype) -> Call:
-    """Return the product with the dequantised weight in the model's dtype, the reference for other kernels."""
+    """Return the product with the dequantised weight in `dtype`: the reference for other kernels, and no faster."""
     dequantized = weight.weight(dtype).t()
     return lambda x: x.to(dtype) @ dequantized
 
@@ -101,7 +107,7 @@ def fake(weight: QuantizedWeight, dtype: torch.dtype) -> Call:
 class FusedQuantizedLinear:
     """The quantised weights `[out, in]` of linears that read the same input, concatenated by outputs.
 
-    They are quantised when `product` is first read.
+    The weights are quantised when `product` is first read.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits, kernel: Kernel) -> None:
@@ -121,7 +127,10 @@ class FusedQuantizedLinear:
 
 
 class LowPrecisionLinear(PartLinear):
-    """A quantised linear, alone or fused with others over its input; `again` quantises another weight the same way."""
+    """A quantised linear, alone or fused with other linears that read the same input.
+
+    `again(weight, bias)` quantises another weight to the same bits, for the same kernel.
+    """
 
     place: Tensor  # an empty tensor with the linear's device and dtype
 
@@ -142,7 +151,7 @@ class LowPrecisionLinear(PartLinear):
         return rows.view(*x.shape[:-1], self.out_features) if x.dim() != 2 else rows
 
     def with_outputs(self, outputs: Tensor) -> Call:
-        """Return the product with only the rows `outputs` of the weight, quantised anew."""
+        """Return the product with only the rows `outputs` of the original weight, quantised again."""
         (source,) = self._source
         bias = None if source.bias is None else source.bias.detach().index_select(0, outputs)
         return self._again(source.weight.detach().index_select(0, outputs), bias).product

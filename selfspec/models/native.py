@@ -1,7 +1,8 @@
-"""selfspec's own CPU kernels: the products of `native.cpp`, over torch tensors and as modules.
+"""selfspec's own CPU kernels: the matrix products of `native.cpp`, for torch tensors and as modules.
 
-A product of up to `ROWS` rows with float32, bfloat16, int8 or int4 weights reads each weight once for all rows. It is
-batch invariant: a row has the same bits in a batch of any size. Without a compiler, only torch's products are used.
+A native product of up to `ROWS` rows with float32, bfloat16, int8 or int4 weights reads a weight once for several rows.
+It is batch invariant: a row has the same bits in a batch of any size. Without a compiler, only torch's products are
+used.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, 
 from selfspec.models.low_precision import QuantizedWeight
 from selfspec.models.native_library import library
 
-ROWS = 16  # most rows that these products are used for
-# Factor on the time of native products called one by one: a native pass has no overhead between products, while an
-# eager pass takes a fifth more than its products on a model of 135M parameters, and more on smaller ones.
+ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
+# Native products are timed one by one, and their times multiplied by this factor: a native pass has no overhead between
+# products, while an eager pass takes a fifth more than its products on a model of 135M parameters, and more on smaller
+# models.
 IN_A_PASS = 0.7
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
 
 
 class Weight(ctypes.Structure):
-    """`native.cpp`'s structure of a weight with scales and bias."""
+    """The struct `Weight` of `native.cpp`: a weight with its scales and bias."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("kind", "out", "in", "group", "bias_kind")),
@@ -37,7 +39,7 @@ class Weight(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """`native.cpp`'s structure of a layer: pointers, null where a sub-layer is skipped."""
+    """The struct `Layer` of `native.cpp`: pointers to norms and weights, null where a sub-layer is skipped."""
 
     _fields_: ClassVar = [
         (name, c_void_p) for name in ("before_attention", "qkv", "o", "before_mlp", "gate_up", "down")
@@ -45,7 +47,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class PassStruct(ctypes.Structure):
-    """`native.cpp`'s structure of the layers, sizes and last norm of a pass."""
+    """The struct `Pass` of `native.cpp`: the layers, sizes and last norm of a pass."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
@@ -57,7 +59,7 @@ class PassStruct(ctypes.Structure):
 
 
 class Segment(ctypes.Structure):
-    """`native.cpp`'s structure of the tokens of one sequence in a pass."""
+    """The struct `Segment` of `native.cpp`: the tokens of one sequence in a pass."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "kv_len", "first")),
@@ -66,7 +68,7 @@ class Segment(ctypes.Structure):
 
 
 class SlotsStruct(ctypes.Structure):
-    """`native.cpp`'s structure of a pass's positions, cache slots, RoPE tables and cache pointers."""
+    """The struct `Place` of `native.cpp`: positions, cache slots, RoPE tables and KV cache pointers of a pass."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "kv_len", "stride", "each_layer", "segments")),
@@ -78,7 +80,7 @@ class SlotsStruct(ctypes.Structure):
 
 
 def torch_has_bfloat16() -> bool:
-    """Return whether torch has fast bfloat16 products here; without, they were measured 4 times slower than float32."""
+    """Return whether torch has fast bfloat16 products; if not, they were measured 4 times slower than float32."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -87,11 +89,11 @@ def torch_has_bfloat16() -> bool:
 class NativeProduct:
     """The product of rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or quantised.
 
-    For linears that read the same input, it is their fused `Product`. Sums are float32. torch multiplies more than
-    `ROWS` rows, except that a float32 weight stays native if the processor has tiles or long vectors (AVX-512), which
-    are faster. A quantised weight is dequantised to bfloat16 for torch, and kept from the first such product on. If
-    torch has no fast bfloat16 products, quantised and bfloat16 weights use the kernel for few rows
-    (`batch_invariant`). Raises `SelfspecError` without compiled functions.
+    The weight may be the joined weight of linears that read the same input, as their fused `Product`. Sums are float32.
+    Up to `ROWS` rows use the kernel `batch_invariant`. For more rows, a float32 weight has a second native kernel if
+    the processor has AMX tiles or AVX-512; otherwise torch multiplies, for which a quantised weight is dequantised to
+    bfloat16 and kept. If torch has no fast bfloat16 products, quantised and bfloat16 weights use `batch_invariant` for
+    any number of rows. Raises `SelfspecError` if the compiled library is not available.
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
@@ -114,7 +116,7 @@ class NativeProduct:
         self._describe(kind, group, values.contiguous(), scale, bias)
 
     def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
-        """Set up the weight's structure for `native.cpp`."""
+        """Set up the struct `Weight` for `native.cpp`; arguments are as its fields."""
         self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
         self.values = values
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
@@ -129,7 +131,7 @@ class NativeProduct:
         return self._of_many(x) if len(x) > ROWS else self.batch_invariant(x)
 
     def batch_invariant(self, x: Tensor) -> Tensor:
-        """Return the product of any number of rows; each row has the same bits as alone."""
+        """Return the product with any number of rows; each row has the same bits as if multiplied alone."""
         out = torch.empty(len(x), self.out)
         self._run(x, out, add=False)
         return out.to(x.dtype)
@@ -170,7 +172,7 @@ class NativeProduct:
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def _unpacked_weight(self) -> Tensor | QuantizedWeight:
-        """Return the weight that this product was made of; an int4 weight is unpacked."""
+        """Return the weight that this product was made from; an int4 weight is unpacked to one value per byte."""
         if isinstance(self._weight, Tensor) or self._weight.bits == 8:
             return self._weight
         halves = self.values.view(self.out, -1, 1, 16)
@@ -178,7 +180,7 @@ class NativeProduct:
 
     @property
     def product(self) -> NativeProduct:
-        """This object."""
+        """This object, which is itself the function from rows to their product."""
         return self
 
     def with_bias(self, bias: Tensor) -> NativeProduct:
@@ -195,7 +197,7 @@ class NativeProduct:
 class NativeLinear(PartLinear):
     """Replacement of an `nn.Linear` with the same parameters, which the runtime multiplies by native products.
 
-    Called as a module it computes as before. The runtime does so too once the weight has been moved or cast.
+    `forward` computes as in `nn.Linear`. The runtime calls `forward` too once the weight has been moved or cast.
     """
 
     fused: NativeProduct
@@ -207,7 +209,7 @@ class NativeLinear(PartLinear):
 
     @property
     def current(self) -> bool:
-        """Whether this module's weight and bias are still parts of those of `fused`."""
+        """Whether this module's weight and bias still share memory with the tensors of `fused`."""
         return self._is_part(self.weight, self.fused.values) and self._is_part(self.bias, self.fused.bias)
 
     def _is_part(self, mine: Tensor | None, fused_tensor: Tensor | None) -> bool:
@@ -229,7 +231,7 @@ class NativeLinear(PartLinear):
 
 
 def batch_invariant(call: Call) -> Call | None:
-    """Return a batch-invariant version of a product, whose rows have the same bits as alone; None if not native."""
+    """Return a batch-invariant version of a product (a row has the same bits in any batch); None if not native."""
     if isinstance(call, NativeProduct):
         return call.batch_invariant
     if isinstance(call, Wrapped) and (inner := batch_invariant(call.call)) is not None:
@@ -239,9 +241,9 @@ def batch_invariant(call: Call) -> Call | None:
 
 @torch.no_grad()
 def nativise_(group: Group) -> None:
-    """Join a group's exact linears by rows, and replace them by `NativeLinear`s.
+    """Join a group's linears by rows, and replace them by `NativeLinear`s that share one fused product.
 
-    Each linear is replaced alone if only some have a bias.
+    If only some of the linears have a bias, each gets a product for itself.
     """
     for module in group.modules if all(map(is_exact, group.modules)) else ():
         module.weight.data = module.weight.data.contiguous()

@@ -1,6 +1,6 @@
-"""Compilation of `native.cpp` on the machine that runs it, once (seconds), and loading it (milliseconds).
+"""Compilation of `native.cpp` for this machine, once (seconds), and loading of the compiled library (milliseconds).
 
-The C++ compiler is the one that `CXX` names, or the system's.
+The C++ compiler is `CXX` (environment variable), or else the system's compiler.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
 # Flag sets for OpenMP and this processor's instructions, tried in turn; some compilers have no OpenMP.
 _HERE = (("-fopenmp", "-march=native"), ("-fopenmp", "-mcpu=native"), ("-fopenmp",), ("-march=native",), ())
-_OTHERWISE = "name another compiler by CXX, or do without by SELFSPEC_NATIVE=0"
+_OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
 _PATIENCE = 120  # timeout of the compiler in seconds
 
 
 def library() -> Any:
-    """Return the compiled functions. Raises `SelfspecError` with the reason if there are none."""
+    """Return the compiled library, compiled if necessary. Raises `SelfspecError` with the reason if that fails."""
     loaded = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
     if isinstance(loaded, str):
         raise SelfspecError(loaded)
@@ -44,7 +44,7 @@ def library() -> Any:
 
 
 def available() -> bool:
-    """Return whether compiled functions are available."""
+    """Return whether the compiled library is available, compiling it if necessary."""
     try:
         library()
     except SelfspecError:
@@ -54,16 +54,16 @@ def available() -> bool:
 
 @lru_cache
 def _library(wanted: str, compiler: str) -> Any:
-    """Return the compiled functions, or the reason why there are none."""
+    """Return the compiled library, or why there is none; the arguments are `SELFSPEC_NATIVE` and `CXX`."""
     if wanted == "0":
-        return "native products are turned off by SELFSPEC_NATIVE=0"
+        return "native kernels are turned off by SELFSPEC_NATIVE=0"
     names = [compiler] if compiler else ["c++", "g++", "clang++"]
     command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
     if command is None:
-        return f"native products need a C++ compiler; none found ({', '.join(names)}); install g++, or name one by CXX"
+        return f"native kernels: no C++ compiler found ({', '.join(names)}); install g++, or set CXX to a compiler"
     sources = [part.read_text() for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
-    key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # a new compiler may do better
+    key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
     folder = _folder()
     for known in _known(folder, name):
@@ -71,19 +71,19 @@ def _library(wanted: str, compiler: str) -> Any:
             return _typed(ctypes.CDLL(str(known)))
         except (OSError, AttributeError):
             known.unlink(missing_ok=True)
-    failed = folder / f"{name}.failed"  # so that not every process retries a failing compiler
+    failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
     if isinstance(problem := read_cached(failed), str):
         return problem
     try:
         made = _compile(command, folder, name)
-    except OSError as error:  # such as a full disk: temporary, so not cached
-        return f"native products: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
+    except OSError as error:  # such as a full disk; not cached, as it is temporary
+        return f"native kernels: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
     try:
         if not isinstance(made, str):
             return _typed(ctypes.CDLL(str(made)))
-        problem = f"native products: {made}"
+        problem = f"native kernels: {made}"
     except (OSError, AttributeError) as error:
-        problem = f"native products: {made} cannot be loaded ({error}); {_OTHERWISE}"
+        problem = f"native kernels: {made} cannot be loaded ({error}); {_OTHERWISE}"
     write_cached(failed, problem)
     return problem
 
@@ -108,7 +108,7 @@ def _folder() -> Path:
 
 
 def _known(folder: Path, name: str) -> list[Path]:
-    """Return earlier compiled libraries of the size in their name: a truncated library would crash the process."""
+    """Return the cached libraries of the size that their name states: a truncated library would crash the process."""
     candidates = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
     return [file for file, size in candidates if _own(file) and size == str(file.stat().st_size)]
 
@@ -127,7 +127,7 @@ def _instructions() -> str:
 
 def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
     """Compile to a file atomically and return its path, or the compiler's error. Raises `OSError` if it cannot run."""
-    _log.warning("compiling products for this processor, once ...")
+    _log.warning("compiling native kernels for this processor, once ...")
     problem = ""
     handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
     try:

@@ -1,4 +1,4 @@
-"""Norms of the runtime: a cheap equivalent where it gives the same result as the module, else the module itself."""
+"""Norms as the runtime calls them: a cheap equivalent if its result is the same as the module's, else the module."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from selfspec.models.dispatch import device_of, weight_of
 from selfspec.models.linears import Call, is_plain, on_rows
 
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`norm(x, longer, out)` returns the normalised rows `[N, D]` of the residual stream `x` `[N, D]`.
+"""`norm(x, x_with_eps, out)` returns the normalised rows `[N, D]` of the residual stream `x` `[N, D]`.
 
-`longer` `[N, D + 1]` is `x` with an additional column sqrt(D * eps), so that the Euclidean norm of its row is
+`x_with_eps` `[N, D + 1]` is `x` with an additional column sqrt(D * eps), so that the Euclidean norm of each row is
 sqrt(D * (mean(x^2) + eps)). The result may be written to `out` `[N, D]`, which is then returned.
 """
 
@@ -28,9 +28,9 @@ EXACT = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """The variant of a family's RMSNorm, which multiplies with its weight + `plus`.
+    """A family's variant of RMSNorm, which multiplies the normalised row by weight + `plus`.
 
-    `once`: half precision is rounded only after this product, and not also before it.
+    `once`: in half precision, only the product is rounded, and not the normalised row too.
     """
 
     plus: float = 0.0
@@ -43,7 +43,8 @@ LLAMAS = Formula()
 class Norms:
     """Factory of norms from a model's modules, which keeps the norms it made up to date with their weights.
 
-    `eps` is the one in the column of `longer`. `dtype` is the stream's; None: that of the norms' weights.
+    `eps` is the eps in the column of `x_with_eps` (see `Norm`). `dtype` is the dtype of the residual stream; None: the
+    dtype of the norms' weights.
     """
 
     def __init__(self, eps: float, dtype: torch.dtype | None = None, formula: Formula = LLAMAS) -> None:
@@ -51,7 +52,7 @@ class Norms:
         self._made: WeakSet[ScaledNorm] = WeakSet()
 
     def read(self, module: Any, device: torch.device) -> Norm:
-        """Return a norm of a stream on `device`. It keeps a copy of its weight, which is small, even if offloaded."""
+        """Return a norm of the residual stream on `device`, where it keeps its weight (small), even if offloaded."""
         if not type(module).__name__.endswith("RMSNorm"):
             call = self.rows(module)
             return lambda x, x_with_eps, out: call(x)
@@ -66,7 +67,7 @@ class Norms:
         return norm
 
     def rows(self, module: Any) -> Call:
-        """Return an RMSNorm or LayerNorm of any rows `[.., width]`: queries, keys, or a sub-layer's output."""
+        """Return an RMSNorm or LayerNorm for rows `[.., width]` such as queries, keys, or a sub-layer's output."""
         weight = getattr(module, "weight", None)
         if weight is None or weight.is_meta or not is_plain(module):
             return on_rows(module)
@@ -83,7 +84,7 @@ class Norms:
         return on_rows(module)
 
     def in_float32(self, module: Any) -> Call:
-        """Return a differentiable norm of any rows `[.., width]` in float32, for training."""
+        """Return a differentiable norm for rows `[.., width]`, computed in float32, for training."""
         gain, eps, bias = self.gain(module).float(), _eps_of(module), getattr(module, "bias", None)
         if not type(module).__name__.endswith("LayerNorm"):
             return lambda x: F.rms_norm(x.float(), gain.shape, gain, eps)
@@ -97,7 +98,7 @@ class Norms:
         return weight.detach() + self._formula.plus
 
     def refresh(self) -> None:
-        """Update all norms after in-place changes to their weights."""
+        """Update all norms made by this factory after in-place changes to the modules' weights."""
         for norm in self._made:
             norm.refresh()
 
@@ -123,7 +124,7 @@ class ScaledNorm:
     @torch.inference_mode(False)  # later calls outside inference mode write to these tensors again
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update after an in-place change to the weight."""
+        """Recompute the copies of the weight after an in-place change to it."""
         if self._plus:
             torch.add(self._source, self._plus, out=self.weight)
         torch.mul(self.weight, len(self.weight) ** 0.5, out=self._scaled)
@@ -136,7 +137,8 @@ class ScaledNorm:
 class RoundedNorm:
     """An RMSNorm in half precision: computed in float32, and rounded at the same points as in `transformers`.
 
-    It rounds before and after the product with the weight. It is for the CPU; an accelerator runs the module itself.
+    The values are rounded before and after the product with the weight. For the CPU only: on an accelerator the module
+    itself is called.
     """
 
     def __init__(self, weight: Tensor) -> None:

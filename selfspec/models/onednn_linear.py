@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.linears import Call, Group, PartLinear
 
-_PACKED_FOR = 16  # rows that oneDNN packs for; the order it then chooses also suits one row and hundreds
+_PACKED_FOR = 16  # rows that oneDNN packs for; the packed order also suits one row and hundreds of rows
 
 
 class Packed:
-    """A weight `[out, in]` packed by oneDNN, whose products with 8 rows cost little more than with one.
+    """A weight `[out, in]` packed by oneDNN; a product with 8 rows costs little more than with a single row.
 
-    It is float32 or bfloat16 on the CPU. Raises whatever torch raises if oneDNN cannot pack it.
+    The weight is float32 or bfloat16 on the CPU. Raises what torch raises if oneDNN cannot pack the weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -47,9 +47,9 @@ def _packed_product(x: Tensor, *, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class PackedLinear(PartLinear):
-    """Replacement of an `nn.Linear` with a packed weight, alone or fused with others over the same input.
+    """Replacement of an `nn.Linear` with a packed weight, alone or fused with linears that read the same input.
 
-    `weight` is no parameter: each read unpacks it. A model with these modules can be called, copied and saved as
+    `weight` is a property that unpacks at each read. A model with these modules can be called, copied and saved as
     before, but neither trained nor moved.
     """
 
@@ -84,13 +84,13 @@ class PackedLinear(PartLinear):
         moved = fn(torch.zeros(1, dtype=dtype))
         if moved.dtype != dtype or moved.device.type != "cpu":
             kind = str(dtype).removeprefix("torch.")
-            raise SelfspecError(f"packed weights stay {kind} on the CPU; load the model anew to move or cast it")
+            raise SelfspecError(f"packed weights stay {kind} on the CPU; load the model again to move or cast it")
         return self
 
 
 @torch.no_grad()
 def pack_(group: Group) -> None:
-    """Replace a group's exact linears by `PackedLinear`s, fused in one packed weight unless only some have a bias."""
+    """Replace a group's exact linears by `PackedLinear`s, fused in one packed weight if all or none have a bias."""
     modules = group.modules
     if any((module.bias is None) != (modules[0].bias is None) for module in modules):
         for name in group.names:

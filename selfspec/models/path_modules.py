@@ -19,7 +19,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bridge:
-    """A linear map that replaces skipped layers: it adds `onto` (`into` x) + `bias` to the stream x.
+    """A linear map that replaces skipped layers: it adds `onto` (`into` x) + `bias` to the residual stream x.
 
     `into` is `[r, D]`, `onto` `[D, r]` and `bias` `[D]`; without `into`, `onto` is `[D, D]`. (ReplaceMe 2505.02819.)
     """
@@ -42,7 +42,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """Bridges by the run of layers each replaces, and updates by layer and number of the group of linears in it."""
+    """Bridges by the run of layers that they replace, and updates by (layer, index of the group in `Layer.groups`)."""
 
     bridges: Mapping[Run, Bridge] = field(default_factory=dict)
     updates: Mapping[tuple[int, int], Update] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BridgeModule:
-    """A bridge that runs in place of an MLP. `into` None: `onto` reads the stream itself."""
+    """A bridge that runs as an `Mlp`. `into` None: `onto` reads the residual stream itself."""
 
     into: Call | None
     onto: Call
 
     def run(self, work: Workspace) -> None:
-        """Add the bridge's output to the stream."""
+        """Add the bridge's output to the residual stream."""
         x = work.stream if self.into is None else self.into(work.stream).to(work.stream.dtype)
         work.stream.add_(self.onto(x).to(work.stream.dtype))

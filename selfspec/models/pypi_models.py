@@ -24,7 +24,7 @@ PACKAGED = {
 
 
 def packaged_file(name: str) -> Path:
-    """Return the file of a model in `PACKAGED`. Raises `SelfspecError` with the install command if it is missing."""
+    """Return the file of model `name` in `PACKAGED`. Raises `SelfspecError` with an install command if missing."""
     wanted = PACKAGED[name]
     spec = importlib.util.find_spec(wanted.package)
     for folder in () if spec is None else spec.submodule_search_locations or ():

@@ -28,7 +28,10 @@ from selfspec.models.shards import summed
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSublayers:
-    """Factory of quantised sub-layers and heads. `kernel` multiplies them; None: the fastest on this machine."""
+    """Factory of quantised sub-layers and heads.
+
+    `kernel` multiplies with the quantised weights; None: the fastest kernel for each shape of weight on this machine.
+    """
 
     family: Family
     parts: Parts
@@ -37,14 +40,14 @@ class QuantizedSublayers:
     chosen: dict[tuple[int, int, Bits], Kernel] = field(default_factory=dict, repr=False)  # by inputs, outputs, bits
 
     def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
-        """Return the bytes that a layer's attention or MLP would take; None if it cannot be quantised to `bits`."""
+        """Return the bytes of a layer's quantised attention or MLP; None if it cannot be quantised to `bits`."""
         layer = self.parts.layers[index]
         if part == "mlp" and layer.experts is not None:
             return _bytes_of_experts(layer.experts, bits)
         return _bytes(layer.groups_of(part), bits)
 
     def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
-        """Return the numbers of outputs and inputs of a layer's group of linears; None if there is no such group."""
+        """Return the outputs and inputs of group `number` of layer `index`; None if there is no such group."""
         groups = self.parts.layers[index].groups if 0 <= index < len(self.parts.layers) else ()
         if not 0 <= number < len(groups):
             return None
@@ -52,7 +55,7 @@ class QuantizedSublayers:
         return sum(module.out_features for module in modules), modules[0].in_features
 
     def head_bytes(self, bits: Bits) -> int | None:
-        """Return the bytes that the head would take; None if it cannot be quantised."""
+        """Return the bytes that the quantised head takes; None if it cannot be quantised to `bits`."""
         return _bytes((self.parts.head,), bits)
 
     def sublayer(
@@ -95,7 +98,10 @@ class QuantizedSublayers:
         return FusedQuantizedLinear(weight, bias, bits, self._kernel(weight, bits)).product
 
     def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:
-        """Return the quantised head, over `tokens` only if given, and its bytes; None if it cannot be quantised."""
+        """Return the quantised head and its bytes; None if it cannot be quantised.
+
+        With `tokens`, the head computes only their logits; all others are -inf.
+        """
         if _bytes((self.parts.head,), bits) is None:
             return None
         (head,), nbytes = self._made((self.parts.head,), bits)
@@ -106,7 +112,7 @@ class QuantizedSublayers:
         return Moved(self.family.head(parts), device_of(self.parts.head.module)), nbytes
 
     def bridge_module(self, bridge: Bridge) -> tuple[BridgeModule, int]:
-        """Return the module of a bridge, always in int8, and its bytes."""
+        """Return the module that runs a bridge, always in int8, and its bytes."""
 
         def product(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
             weight = weight.to(self.parts.norm.weight).contiguous()

@@ -1,8 +1,8 @@
 """Tensor parallel models, whose weights are sharded over processes, as `transformers` loads them under `torchrun`.
 
-Each process holds some heads of every attention and some units of every MLP. The linears that write to the stream then
-compute partial sums, which `transformers` all-reduces when they are called. The input and output of a sub-layer are
-complete in every process.
+Each process holds some heads of every attention and some units of every MLP. The linears that write to the residual
+stream then compute partial sums, which `transformers` all-reduces when these linears are called. The input and output
+of a sub-layer are complete in every process.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def parallel_options(identity: Identity, among: int) -> dict[str, Any]:
 
         return {"distributed_config": DistributedConfig(tp_size=among)} if among > 1 else {}
     except (ImportError, TypeError) as error:
-        raise SelfspecError("tensor parallel wants a newer transformers; 5.23 has what it takes") from error
+        raise SelfspecError("tensor parallel: not supported by this transformers; expected 5.23 or newer") from error
 
 
 def check_unsharded(model: Any, what: str) -> None:
-    """Raise `SelfspecError` if a model is tensor parallel, as `what` reads whole weights."""
+    """Raise `SelfspecError`, naming the feature `what`, which needs whole weights, if a model is tensor parallel."""
     if is_sharded(model):
-        raise SelfspecError(f"{what} cannot be had in tensor parallel, where no process has the whole model")
+        raise SelfspecError(f"{what} is not supported in tensor parallel, where no process has the whole model")
 
 
 def full_weight(weight: Tensor) -> Tensor:
@@ -68,15 +68,15 @@ def local_sizes(model: Any, parts: Parts, sizes: Sizes) -> Sizes:
     Raises `UnsupportedModelError` for a model that is not sharded by whole heads.
     """
     if dist.get_world_size() != model._tp_size:
-        raise UnsupportedModelError("the model is shared out by more than tensor parallel; expected tp_size alone")
+        raise UnsupportedModelError("the model is sharded by more than tensor parallel; expected tp_size alone")
     layer = parts.layers[0]
     attention, mlp = layer.groups_of("attention")[0], layer.groups_of("mlp")[0]
     if len(attention.modules) != 3:
-        raise UnsupportedModelError("tensor parallel wants models with separate projections of queries, keys, values")
+        raise UnsupportedModelError("tensor parallel: fused query, key and value projections; expected separate ones")
     q, k, _ = (_outputs(module, parts) for module in attention.modules)
     if q % parts.head_dim or k % parts.head_dim or q % k:
         raise UnsupportedModelError(
-            f"{q / parts.head_dim:g} query heads and {k / parts.head_dim:g} key-value heads fall to a "
+            f"{q / parts.head_dim:g} query heads and {k / parts.head_dim:g} key-value heads for each "
             "process; expected a number of processes that divides both"
         )
     units = sum(_outputs(module, parts) for module in mlp.modules) // 2
@@ -85,13 +85,16 @@ def local_sizes(model: Any, parts: Parts, sizes: Sizes) -> Sizes:
 
 @torch.no_grad()
 def _outputs(module: Any, parts: Parts) -> int:
-    """Return the number of outputs of a linear on the stream here, by a call, as its weight does not show gathering."""
+    """Return the number of outputs that a linear returns in this process, by calling it on a row of zeros.
+
+    The weight's shape does not tell, as the linear may gather its outputs from all processes.
+    """
     weight = parts.norm.weight
     return int(on_rows(module)(weight.new_zeros(1, len(weight))).shape[-1])
 
 
 def local_parts(model: Any, parts: Parts) -> Parts:
-    """Return the parts with the layers' linears as plain ones over this process's shards; all else is unchanged."""
+    """Return `parts` with the layers' linears replaced by `nn.Linear`s that hold this process's shards."""
     if not is_sharded(model):
         return parts
     layers = (replace(layer, groups=tuple(map(_local_group, layer.groups))) for layer in parts.layers)
@@ -111,7 +114,7 @@ def _cuts_inputs(module: Any) -> bool:
 
 
 def _local(module: Any) -> Any:
-    """Return this process's shard of a linear as a plain one; only the first process has the bias of a partial sum."""
+    """Return this process's shard of a linear as an `nn.Linear`; of a partial sum, only rank 0 has the bias."""
     if type(module) is not nn.Linear or not hasattr(module.weight, "to_local"):
         return module
     weight = local_weight(module.weight)

@@ -1,4 +1,4 @@
-"""The sizes of a model that a pass depends on."""
+"""The sizes of a model that determine the tensors of a pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The model sizes and dtype that determine a pass's tensors. `eps` is that of the model's norms."""
+    """The sizes and dtype of a model. `eps` is the eps of its norms; `intermediate` is the number of MLP units."""
 
     hidden: int
     intermediate: int

@@ -27,9 +27,9 @@ from selfspec.models.sizes import Sizes
 from selfspec.types.identity import Identity
 
 ROPES = ("default", "linear", "llama3", "yarn")
-# These recompute RoPE frequencies from each call's longest position, and are constant only up to the original length.
+# RoPE types that recompute frequencies from each call's longest position; constant only up to the original length.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
-ENDLESS = 2**20  # positions of a model whose configuration has no limit
+ENDLESS = 2**20  # positions of a model whose configuration sets no limit
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -38,11 +38,11 @@ class Skeleton:
     """A model as the runtime sees it.
 
     `embed` maps token ids `[B, n]` to the residual stream `[B, n, D]`. `blocks` are the layers. `norm` and `head`
-    compute logits from rows of the stream. `head_over` makes a head that computes only some tokens' logits, if the
-    head's weight can be read. `attention_specs` are the layers' windows and RoPE. `scaling` multiplies the products of
-    queries and keys. `context` is the number of supported positions, and `context_reason` the reason for that number.
-    `ends` are the end tokens. `device` is the device of input tokens and output logits. `norms` keeps the stream's
-    norms up to date. `quantizer` makes quantised sub-layers and heads.
+    compute logits from rows of the residual stream. `head_over(tokens)` returns a head that computes only the logits of
+    `tokens`, or None if the head's weight cannot be read. `attention_specs` are the layers' windows and RoPE. `scaling`
+    multiplies the products of queries and keys. `context` is the number of supported positions, and `context_reason`
+    the reason for that number. `ends` are the end tokens. `device` is the device of input tokens and output logits.
+    `norms` updates the norms after weight changes. `quantizer` makes quantised sub-layers and heads.
     """
 
     embed: Call
@@ -79,13 +79,13 @@ class Skeleton:
 def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
     """Read the skeleton of a loaded `transformers` causal language model; `kernel` is as in `QuantizedSublayers`.
 
-    Raises `UnsupportedModelError`, which names the unsupported feature and the supported ones.
+    Raises `UnsupportedModelError`, which names the unsupported feature and the supported features.
     """
     config = getattr(model, "config", None)
     if hasattr(model, "get_base_model"):  # PEFT: adapters are inside the modules that the runtime calls
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedModelError(
-                f"{type(model).__name__} with learnt prompts is not supported; merge or remove it"
+                f"{type(model).__name__} with a prompt-learning adapter is not supported; remove the adapter"
             )
         model = model.get_base_model()
     family = find_family(config, type(model).__name__)
@@ -157,7 +157,7 @@ def _kv_heads(config: Any) -> int:
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
-    """Return the head as a callable on normalised rows of a stream on the device `stream`, moving them if needed."""
+    """Return `head` for normalised rows on the device `stream`, which are moved to the head's device if necessary."""
     device = device_of(parts.head.module)
     if device == stream == device_of(parts.norm):
         return head
@@ -191,7 +191,7 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def ends_of(model: Any) -> frozenset[int]:
-    """Return the end tokens of the generation config, else of the model's config."""
+    """Return the end tokens that the generation config names, or else the model's config."""
     generation = getattr(model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
     return end_tokens(model.config.eos_token_id if end is None else end)

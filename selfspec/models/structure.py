@@ -41,8 +41,8 @@ def find_structure(model: Any) -> Structure:
                 return Structure(layers, attention, mlp)  # type: ignore[arg-type]
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModelError(
-        f"{type(model).__name__} (model_type {kind!r}) is not supported: it has no layers with an attention and an MLP "
-        f"part that could be found; supported are {', '.join(FAMILIES)}, and models that have such layers"
+        f"{type(model).__name__} (model_type {kind!r}) is not supported: no layers with an attention and an MLP module "
+        f"were found; supported are {', '.join(FAMILIES)}, and models with such layers"
     )
 
 
@@ -52,7 +52,10 @@ def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The part of a `Skeleton` that is known of a model run by its own forward; other properties raise an error."""
+    """The properties of a `Skeleton` that are known for a model that runs through its own forward.
+
+    `parts`, `quantizer` and `gain` raise `UnsupportedModelError`.
+    """
 
     embed: Callable[[Tensor], Tensor]
     identity: Identity
@@ -64,7 +67,7 @@ class Outline:
     name: str
 
     def refresh(self) -> None:
-        """Do nothing, as no weights are copied."""
+        """Do nothing, as no copies of weights are kept."""
 
     def head_over(self, tokens: Sequence[int]) -> None:
         """Return None, as the model's own head computes all logits."""
@@ -73,22 +76,22 @@ class Outline:
     def parts(self) -> Any:
         """The model's modules. Raises `UnsupportedModelError`, as they are unknown."""
         raise UnsupportedModelError(
-            f"{self.name} is run by its own forward, out of reach of trained parts; they are for {', '.join(FAMILIES)}"
+            f"{self.name} runs through its own forward, without access to its modules; expected {', '.join(FAMILIES)}"
         )
 
     @property
     def quantizer(self) -> Any:
-        """The factory of quantised sub-layers. Raises `UnsupportedModelError`."""
+        """The factory of quantised sub-layers. Raises `UnsupportedModelError`, as the modules are unknown."""
         return self.parts
 
     @property
     def gain(self) -> Any:
-        """The factor of the last norm. Raises `UnsupportedModelError`."""
+        """The factor of the last norm. Raises `UnsupportedModelError`, as the modules are unknown."""
         return self.parts
 
 
 def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
-    """Return the outline of a model whose keys are `[B, kv_heads, n, head_dim]`."""
+    """Return the outline of a model of any family; its cached keys are `[B, kv_heads, n, head_dim]`."""
     config, embedding = model.config, model.get_input_embeddings()
     context, limit = context_of(config)
     identity = read_identity(config)

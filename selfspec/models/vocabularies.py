@@ -20,13 +20,14 @@ class TokenMap(Protocol):
     theirs: Tensor
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """Tokenise a text of our tokens in the other vocabulary; None if the text ends within a character."""
+        """Return the other vocabulary's tokens for the text of our `tokens`; None if it ends within a character."""
 
 
 class TokenizerMap:
     """The tokens that stand for the same bytes in two tokenizers.
 
-    Texts are tokenised anew by the other tokenizer, without special tokens, unless the vocabularies are the same.
+    Texts are decoded without special tokens and tokenised by the other tokenizer; if the vocabularies are the same,
+    tokens are returned as they are.
     Raises `SelfspecError` if the tokenizers have no token in common.
     """
 
@@ -41,7 +42,7 @@ class TokenizerMap:
         self.same = ours.get_vocab() == theirs.get_vocab()
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """Tokenise a text in the other vocabulary, as `TokenMap.read` does."""
+        """Return the other vocabulary's tokens for the text of our `tokens`, as in `TokenMap.read`."""
         if self.same:
             return list(tokens)
         text = self._ours.decode(list(tokens), skip_special_tokens=True)
@@ -51,7 +52,7 @@ class TokenizerMap:
 
 
 def _by_text(tokenizer: Any, size: int) -> dict[tuple[bool, str], int]:
-    """Return token ids by whether they are special and by text, spelt the same for all kinds of tokenizers."""
+    """Return the token ids below `size` by (is special, text), with texts spelt alike for all kinds of tokenizers."""
     bytelevel = _bytes_of_letters() if _is_bytelevel(tokenizer) else None
     special = set(tokenizer.all_special_ids)
     token_ids = {}
@@ -76,7 +77,7 @@ def token_bytes_of(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 def _is_bytelevel(tokenizer: Any) -> bool:
-    """Return whether tokens are byte-level as in GPT-2, one letter a byte, by its letter for a newline."""
+    """Return whether tokens are byte-level as in GPT-2 (a letter for each byte): GPT-2's newline letter is a token."""
     return "\u010a" in tokenizer.get_vocab()
 
 
@@ -96,7 +97,7 @@ def _raw(token: str, letters: dict[str, int] | None) -> bytes:
 
 
 def _bytes_of_letters() -> dict[str, int]:
-    """Return GPT-2's letters for bytes: a printable byte is its own letter, the others follow from 256 on in order."""
+    """Return the byte of each GPT-2 letter: printable bytes are their own letters, all others are 256 and up."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = (byte for byte in range(256) if byte not in shown)
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}

@@ -1,8 +1,8 @@
 """Function-preserving widening for benchmarks: a small model's text at a large model's cost.
 
-The residual stream is padded with channels of zeros. The added attention heads and MLP units read the stream with
-random weights, and their output weights are zero. This preserves the logits of RMSNorm models with separate projections
-and no other weights, as in the Llama skeleton.
+The residual stream is padded with channels of zeros. The added attention heads and MLP units read the residual stream
+with random weights, and their output weights are zero. This preserves the logits of RMSNorm models with separate
+projections and no other weights, as in the Llama skeleton.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _norms(parts: Parts) -> list[Any]:
 
 
 def _linear(new: nn.Linear, old: nn.Linear, *, writes: bool) -> None:
-    """Fill `new` from `old`; if it `writes` to the stream, its other weights are zero."""
+    """Copy `old` into the corner of `new`; if it `writes` to the residual stream, set all other weights to zero."""
     _fill(new.weight, old.weight, clear=writes)
     if old.bias is not None:
         _fill(new.bias, old.bias, clear=True)

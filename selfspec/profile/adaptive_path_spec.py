@@ -42,8 +42,8 @@ class _ChosenSpec(DraftSpec):
 class SwiftSpec(_ChosenSpec):
     """Search for the skip set during decoding (SWIFT, 2410.06916).
 
-    Every `every` rounds another set is compared with the best so far over the text's last `window` tokens, until
-    `patience` trials in a row found no better set.
+    Every `every` rounds a trial compares another skip set with the best so far, over the text's last `window` tokens.
+    The search ends after `patience` consecutive trials without a better set.
     """
 
     kind: Literal["swift"] = "swift"
@@ -58,7 +58,7 @@ class SwiftSpec(_ChosenSpec):
     @property
     def summary(self) -> str:
         """Short description of the search."""
-        return f"looks for what to skip while decoding (SWIFT){self._lookup_summary}"
+        return f"searches for the skip set while decoding (SWIFT){self._lookup_summary}"
 
 
 class ClaspSpec(_ChosenSpec):
@@ -66,7 +66,7 @@ class ClaspSpec(_ChosenSpec):
 
     kind: Literal["clasp"] = "clasp"
     skip_layers: Annotated[int, Field(ge=1, lt=WIDEST_DRAFT)] | None = Field(
-        None, description="Number of skipped layers; half of the model's by default."
+        None, description="Number of skipped layers; half of the model's layers by default."
     )
     every: Annotated[int, Field(ge=1)] = Field(16, description="Rounds between choices of the skip set.")
 
@@ -74,12 +74,12 @@ class ClaspSpec(_ChosenSpec):
     def summary(self) -> str:
         """Short description: the number of skipped layers."""
         layers = "half of the layers" if self.skip_layers is None else f"{self.skip_layers} layers"
-        return f"skips {layers}, chosen anew as the text goes (CLaSp){self._lookup_summary}"
+        return f"skips {layers}, chosen again while decoding (CLaSp){self._lookup_summary}"
 
     def check(self, model: Identity) -> None:
         """Raise `SelfspecError` for more skipped layers than the model has."""
         if self.skip_layers is not None and self.skip_layers > model.layers:
-            raise SelfspecError(f"draft.skip_layers: {self.skip_layers} layers; the model has {model.layers}")
+            raise SelfspecError(f"draft.skip_layers: {self.skip_layers}; expected at most the model's {model.layers}")
 
 
 for _kind in (SwiftSpec, ClaspSpec):

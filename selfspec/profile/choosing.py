@@ -1,4 +1,4 @@
-"""Choice of a model's profile: one that the user names, or a shipped one that was measured on the same weights."""
+"""Choice of a model's profile: the profile that the user names, or a shipped profile measured on the same weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def named_profile(profile: str | Path | Profile) -> str | Profile:
 
 
 def choose_profile(identity: Identity, profile: str | Profile, method: str | None = None) -> Profile | None:
-    """Return the given profile, None for `none`, or for `auto` a shipped profile measured as faster on these weights.
+    """Return the given profile; for `auto`, a shipped profile that was faster than plain decoding on these weights.
 
-    With a `method`, returns the method's profile. Raises `SelfspecError` as `by_method` does.
+    None for `none`, and for `auto` if there is no such profile. With a `method`, return that method's profile instead,
+    made from the chosen profile. Raises `SelfspecError` as `by_method` does.
     """
     if profile == "auto":
         chosen = next((p for p in shipped_for(identity).values() if not p.slower), None)
@@ -57,9 +58,9 @@ def _measured_on(profile: Profile, identity: Identity) -> bool:
 def with_lookup_files(
     profile: Profile | None, identity: Identity, store: str | Path | None, answers: str | Path | None
 ) -> Profile | None:
-    """Add proposers for a retrieval store and for earlier answers, if named, to a profile, or to a plain one for None.
+    """Add proposers for the files of a retrieval store and of earlier answers to a profile (None: a plain profile).
 
-    Raises `SelfspecError` for a kind of draft that takes no proposers.
+    Without files, return `profile` unchanged. Raises `SelfspecError` for a kind of draft that takes no proposers.
     """
     if store is None and answers is None:
         return profile

@@ -22,7 +22,7 @@ from selfspec.types.skip import SkipSet
 
 
 class Skip(Data):
-    """A set of sub-layers in a profile, such as those that drafting skips."""
+    """A set of attention and MLP sub-layers in a profile, such as the sub-layers that drafting skips."""
 
     attention: list[Count] = Field([], description="Layers whose attention is listed, counted from 0.")
     mlp: list[Count] = Field([], description="Layers whose MLP is listed, counted from 0.")
@@ -48,7 +48,7 @@ class DraftSpec(Data):
 
     @property
     def drafts(self) -> bool:
-        """Whether the draft ever has a token."""
+        """Whether any token is ever drafted."""
         return True
 
     @property
@@ -63,12 +63,12 @@ class DraftSpec(Data):
 
     @property
     def leaf_specs(self) -> Sequence[DraftSpec]:
-        """The single draft specs inside the spec; here, the spec itself."""
+        """The specs inside this spec that contain no further specs; by default this spec itself."""
         return (self,)
 
     @property
     def may_name_files(self) -> bool:
-        """Whether it names files that may lie beside the profile and are not among its `parts`."""
+        """Whether the spec can name files beside the profile that are not listed in the profile's `parts`."""
         return False
 
     def check(self, model: Identity) -> None:
@@ -82,7 +82,7 @@ class PlainSpec(DraftSpec):
 
     @property
     def drafts(self) -> bool:
-        """False."""
+        """False: plain decoding drafts no token."""
         return False
 
     @property
@@ -164,7 +164,7 @@ Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Below(Data):
-    """A draft head below a draft path, whose lookup tokens the path checks. `step`: its cost in draft steps."""
+    """A draft head whose lookup tokens the passes of a draft path check. `step`: cost of a head step in draft steps."""
 
     part: PartName = Field("eagle", description="Name of the head among the profile's parts.")
     step: Step = Field(0.1, description="Time of one step of the head, in draft steps.")
@@ -173,10 +173,11 @@ class Below(Data):
 class LayerSkipSpec(DraftSpec):
     """Self-speculative drafting with skipped attention and MLP sub-layers (Draft & Verify, 2309.08168).
 
-    Other sub-layers, and the head, may run as int8 or int4. `confidence`: the estimate that a drafted token is right;
-    its probability when left out. `candidates`: the most tokens proposed at one position, including the drafted one; 1
-    drafts a chain. `vocabulary`: the only tokens that are drafted. `proposers`: proposers of the lookup tokens that a
-    draft step checks beside its own token; `spared`: the share of a draft step that they save for each drafted token.
+    Other sub-layers, and the language-model head, may run in int8 or int4. `confidence`: the estimate that a drafted
+    token is right; the token's probability when left out. `candidates`: the most tokens proposed at one position,
+    including the drafted token. `vocabulary`: the only tokens that can be drafted. `proposers`: proposers of lookup
+    tokens, which a draft step checks together with the token that it must read; `spared`: the share of a draft step
+    that lookup tokens save for each drafted token.
     """
 
     kind: Literal["layer-skip"] = "layer-skip"
@@ -189,7 +190,7 @@ class LayerSkipSpec(DraftSpec):
     confidence: DraftConfidence = None
     controller: ControllerSpec = ControllerSpec(name="adaptive")
     candidates: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(
-        1, description="Maximum number of candidates for each position, with the drafted token."
+        1, description="Maximum number of candidates for each position, including the drafted token."
     )
     vocabulary: Annotated[list[Count], Field(min_length=1)] | None = Field(
         None, description="Draft vocabulary: the only tokens that are drafted; all by default."
@@ -198,7 +199,7 @@ class LayerSkipSpec(DraftSpec):
     spared: Chance | None = Field(
         None, description="Share of a draft step that proposers save for each drafted token; 0 by default."
     )
-    below: Below | None = Field(None, description="Trained head that proposes tokens, too; none by default.")
+    below: Below | None = Field(None, description="Draft head that proposes lookup tokens; none by default.")
     trained: PartName | None = Field(
         None,
         description="Bridges or adapters of the draft path, by name among the profile's parts; none by default.",
@@ -215,7 +216,7 @@ class LayerSkipSpec(DraftSpec):
         proposers: Sequence[ProposerSpec] = (),
         spared: float = 0.0,
     ) -> Self:
-        """Build the spec of a draft path or a skip set; the default controller is the adaptive threshold."""
+        """Build the spec of a draft path or a skip set; `controller` None: the adaptive threshold."""
         path = as_path(path)
         return cls(
             skip=Skip.from_skip_set(path.skip),
@@ -232,7 +233,7 @@ class LayerSkipSpec(DraftSpec):
 
     @property
     def path(self) -> DraftPath:
-        """The draft path. Raises `SelfspecError` for an invalid one."""
+        """The draft path. Raises `SelfspecError` if the modes or the vocabulary are invalid."""
         vocabulary = None if self.vocabulary is None else tuple(self.vocabulary)
         skip, int8, int4 = self.skip.skip_set(), self._set("int8"), self._set("int4")
         return DraftPath(skip, vocabulary, int8, int4, self.head or "full")
@@ -246,19 +247,19 @@ class LayerSkipSpec(DraftSpec):
 
     @property
     def drafts(self) -> bool:
-        """Whether the path is cheaper than the full model, which would draft as slowly as it decodes."""
+        """Whether a draft step along the path costs less than a plain step; drafting at full cost is pointless."""
         return self.path.cheaper
 
     @property
     def summary(self) -> str:
         """Short description: the skipped and quantised sub-layers, the proposers and trained parts."""
         additions = f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
-        additions += f"; the trained head {self.below.part} below" if self.below else ""
+        additions += f"; lookup tokens of the trained head {self.below.part}" if self.below else ""
         additions += f"; with the trained part {self.trained}" if self.trained else ""
         return f"{self.path.summary}{additions}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:
-        """Raise `SelfspecError` for a layer or token that the model does not have, or a repeated one."""
+        """Raise `SelfspecError` for a layer or token that is repeated, or that the model does not have."""
         tokens = self.vocabulary or []
         if len(set(tokens)) < len(tokens):
             raise SelfspecError("the draft's vocabulary: a token is named twice; name each once")
@@ -271,7 +272,10 @@ class LayerSkipSpec(DraftSpec):
 
 
 def parse_proposers(text: str, store: str | None = None) -> tuple[ProposerSpec, ...]:
-    """Parse `lookup` or `none` into proposers, and add one for a retrieval store's file. Raises `SelfspecError`."""
+    """Parse `lookup` or `none` into proposers; `store`: file of a retrieval store, whose proposer is added.
+
+    Raises `SelfspecError` for any other text.
+    """
     if text.strip() not in ("lookup", "none"):
         raise SelfspecError(f"drafters '{text}': expected lookup or none")
     named = (ProposerSpec(),) if text.strip() == "lookup" else ()
@@ -289,14 +293,14 @@ def register_spec(spec: type[DraftSpec]) -> str:
     field = spec.model_fields["kind"]
     kind = field.default
     if get_args(field.annotation) != (kind,) or not isinstance(kind, str):
-        raise SelfspecError(f'{spec.__name__}: its kind is not said; give it kind: Literal["name"] = "name"')
+        raise SelfspecError(f'{spec.__name__}: no kind; expected the field kind: Literal["name"] = "name"')
     registered = _KINDS.get(kind)
     if registered is not None and (registered.__module__, registered.__qualname__) != (
         spec.__module__,
         spec.__qualname__,
     ):
         raise SelfspecError(
-            f"kind '{kind}' of drafts is {registered.__module__}.{registered.__qualname__}; expected another name"
+            f"draft kind '{kind}': it is {registered.__module__}.{registered.__qualname__}; expected another name"
         )
     _KINDS[kind] = spec
     return kind
@@ -308,7 +312,10 @@ def draft_kinds() -> dict[str, type[DraftSpec]]:
 
 
 def parse_draft(data: Any) -> DraftSpec:
-    """Parse a profile's `draft` by its kind. Raises `SelfspecError`, or pydantic's error for a kind's own keys."""
+    """Parse a profile's `draft` by its `kind`.
+
+    Raises `SelfspecError` if the kind is missing or unknown, and pydantic's `ValidationError` for its other keys.
+    """
     if isinstance(data, DraftSpec):
         return data
     known = ", ".join(_KINDS)

@@ -1,4 +1,4 @@
-"""Profile entries of drafts that cost no draft steps: input-guided, Jacobi and lookahead decoding."""
+"""Profile entries of drafts that take no draft steps: input-guided, Jacobi and lookahead decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _FreeSpec(DraftSpec):
 
 
 class InputSpec(_FreeSpec):
-    """Input-guided decoding (2205.10350): drafts the rest of the prompt, anchored again after each divergence."""
+    """Input-guided decoding (2205.10350): drafts the prompt's next tokens, for an answer that repeats the prompt."""
 
     kind: Literal["input"] = "input"
     controller: DraftController = ControllerSpec(name="rate")
@@ -34,8 +34,10 @@ class InputSpec(_FreeSpec):
 class JacobiSpec(_FreeSpec):
     """Parallel (Jacobi) decoding: every pass refines a block of the answer (2305.10427).
 
-    `method`: `jacobi` has one block, the rest of the answer; `gauss-seidel` blocks of `block` tokens; `hybrid` too,
-    for the first `parallel` tokens, then one token at a time. `start`: the initial tokens of unknown positions.
+    `method`: `jacobi` uses one block for all remaining tokens; `gauss-seidel` uses blocks of `block` tokens; `hybrid`
+    uses such blocks for the first `parallel` tokens, then plain decoding. `start`: the initial token of an unknown
+    position: `padding`, a fixed token; `prompt`, the prompt's token at the same offset; `before`, the token one block
+    earlier.
     """
 
     kind: Literal["jacobi"] = "jacobi"
@@ -52,7 +54,7 @@ class JacobiSpec(_FreeSpec):
 
 
 class LookaheadSpec(_FreeSpec):
-    """Lookahead decoding (2402.02057): one pass makes n-grams from Jacobi trajectories and verifies n-grams."""
+    """Lookahead decoding (2402.02057): one pass generates n-grams by Jacobi iteration and verifies n-grams."""
 
     kind: Literal["lookahead"] = "lookahead"
     window: Annotated[int, Field(ge=1, le=WIDEST_DRAFT)] = Field(7, description="Window size W of lookahead decoding.")
@@ -64,13 +66,15 @@ class LookaheadSpec(_FreeSpec):
     @model_validator(mode="after")
     def _held_by_a_verification(self) -> Self:
         if (rows := self.window * (self.ngram - 1)) > WIDEST_DRAFT:
-            raise SelfspecError(f"window x (ngram - 1) is {rows}; a verification holds {WIDEST_DRAFT}")
+            raise SelfspecError(
+                f"window x (ngram - 1): {rows}; expected at most {WIDEST_DRAFT}, the tokens of a verification pass"
+            )
         return self
 
     @property
     def summary(self) -> str:
         """Short description: the window and n-gram sizes."""
-        return f"looks ahead: window {self.window}, n-grams of {self.ngram}"
+        return f"lookahead decoding: window {self.window}, n-grams of {self.ngram} tokens"
 
 
 for _kind in (InputSpec, JacobiSpec, LookaheadSpec):

@@ -23,7 +23,7 @@ from selfspec.types.controller import ControllerSpec
 class HeadSpec(DraftSpec):
     """Drafting by a draft head that reads the model's hidden states (EAGLE, Medusa and others).
 
-    `part`: its name among the profile's parts. `step`: the cost of one of its steps in plain decoding steps.
+    `part`: the head's name among the profile's parts. `step`: the cost of a head step in plain decoding steps.
     """
 
     kind: Literal["head"] = "head"
@@ -33,7 +33,7 @@ class HeadSpec(DraftSpec):
     controller: DraftController = ControllerSpec(name="rate")
     candidates: Candidates = 1
     proposers: Proposers | None = Field(
-        None, description="Proposers, used instead of a draft where their expected gain is higher; none by default."
+        None, description="Proposers, whose tokens replace a draft where they promise more; none by default."
     )
 
     @property

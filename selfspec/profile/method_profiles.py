@@ -37,7 +37,7 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
 
 
 def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:
-    """Return the draft spec of a method that needs no profile; None for other methods."""
+    """Return the draft spec of a method that needs no profile; None for methods that use a profile's draft."""
     if (smaller := draft_model_of(name)) is not None:
         return ModelSpec(model=smaller, proposers=[ProposerSpec()] if name.startswith(STAGED) else None)
     if name == EARLY_EXIT:

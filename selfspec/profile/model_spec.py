@@ -22,7 +22,7 @@ from selfspec.types.controller import ControllerSpec
 class ModelSpec(DraftSpec):
     """Drafting by a smaller model (2211.17192, 2302.01318), which may have another tokenizer (2502.05202).
 
-    `bits`: its quantisation, if any. `step`: the cost of one of its steps in plain decoding steps.
+    `bits`: the draft model's quantisation; None: none. `step`: the cost of a draft step in plain decoding steps.
     """
 
     kind: Literal["model"] = "model"
@@ -33,7 +33,7 @@ class ModelSpec(DraftSpec):
             description="Draft model: a folder (absolute, or relative to the profile), a file, or a hub id.",
         ),
     ]
-    dtype: str = Field("auto", description="Dtype of its weights, as for --dtype.")
+    dtype: str = Field("auto", description="Dtype of the draft model's weights, as for --dtype.")
     device: str = Field("auto", description="Device; the target model's by default.")
     bits: Literal["int8", "int4"] | None = Field(None, description="Quantisation of its weights; none by default.")
     step: Step = Field(0.3, description="Time of one draft step, in plain decoding steps.")

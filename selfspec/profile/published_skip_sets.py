@@ -21,13 +21,13 @@ from selfspec.types.skip import SkipSet
 
 PARTS = ("attention", "mlp")
 NOTE = "published, not measured here; the controller is selfspec's default, not part of what was published"
-_SHOWN = 20  # keys in an error, at most
+_SHOWN = 20  # most keys listed in an error
 
 
 def parse_draft_verify(text: str, key: str | None = None, *, source: str) -> tuple[str, SkipSet]:
-    """Return the key and the skip set under it; `key` may be left out if there is only one.
+    """Parse the JSON text of a `draft-verify` file; return the key and the skip set under that key.
 
-    `source` names the file in errors. Raises only `SelfspecError`.
+    `key` may be None if the file has a single key. `source` names the file in errors. Raises only `SelfspecError`.
     """
     try:
         data = json.loads(text, object_pairs_hook=_object)
@@ -57,13 +57,20 @@ def check_format(name: str) -> None:
 
 
 def read_published(path: Path, key: str | None = None, *, format_name: str = "draft-verify") -> tuple[str, SkipSet]:
-    """Return the key and the skip set under it in a published file. Raises `SelfspecError`."""
+    """Read a file of published skip sets; return the key and the skip set under that key.
+
+    `key` may be None if the file has a single key. Raises `SelfspecError` for an unreadable file, a missing key, or an
+    unknown format.
+    """
     check_format(format_name)
     return FORMATS[format_name](read_text(path), key, source=str(path))
 
 
 def published_profile(skip: SkipSet, model: Identity, published: Published) -> Profile:
-    """Build a profile of a published skip set, with the default controller. Raises `SelfspecError` if it cannot fit."""
+    """Build a profile of a published skip set, with the default controller.
+
+    Raises `SelfspecError` if the skip set names a layer that the model does not have.
+    """
     skip.check(model.layers)
     return Profile(model=model, draft=LayerSkipSpec.from_path(skip), published=published, note=NOTE)
 

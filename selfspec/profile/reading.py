@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read and check a profile and the parts beside it. Raises `SelfspecError`, which names file and problem."""
+    """Read a profile, and check the profile and its parts. Raises `SelfspecError`, which names file and problem."""
     profile = parse_profile(read_text(path), source=str(path))
     try:
         return profile.with_folder(path.parent)

@@ -63,9 +63,9 @@ class Calibration(Data):
 
 
 class SearchRecord(Data):
-    """Record of the search for the skip set. `kv`: whether drafts read the target's KV cache (shared) or their own.
+    """Record of the search that found the draft. `kv`: whether drafts read the target's KV cache (shared) or their own.
 
-    `minutes`: the time limit, if there was one. `seconds`: the duration, from loading the model to the profile.
+    `minutes`: the time limit; None: no limit. `seconds`: the duration, from loading the model to saving the profile.
     """
 
     strategy: str
@@ -84,7 +84,10 @@ class SearchRecord(Data):
 
 
 class Prediction(Data):
-    """The search's prediction on its own prompts, prefill included. `draft_cost`: a draft step / a plain step."""
+    """The speed that the search predicted for its own prompts, prefill included.
+
+    `draft_cost`: the time of a draft step divided by the time of a plain step.
+    """
 
     speedup: Rate
     tokens_per_second: Rate
@@ -94,7 +97,10 @@ class Prediction(Data):
 
 
 class Measurement(Data):
-    """Measured speed: interleaved runs against plain decoding; `interval` is 95% bootstrap of the median ratio."""
+    """Speed measured in interleaved runs with plain decoding.
+
+    `interval`: 95% bootstrap confidence interval of the median `speedup`.
+    """
 
     machine: str
     device: str
@@ -119,8 +125,8 @@ class Profile(Data):
     """The draft method of one model, with its search record, costs and measurements.
 
     `draft`: the draft spec; plain decoding when left out. `parts`: trained weights in files beside the profile, by
-    name. `acceptance`: the acceptance curve of drafted tokens. `published`: the source, if others published it.
-    `also`: further profiles of the model.
+    name. `acceptance`: the acceptance curve of drafted tokens. `published`: the source of a published skip set. `also`:
+    alternative profiles of the same model; each sequence uses this profile or an alternative.
     """
 
     version: Literal[2] = Field(2, description="Version of the profile format.")
@@ -134,7 +140,7 @@ class Profile(Data):
     acceptance: AcceptanceCurve | None = None
     predicted: Prediction | None = None
     measured: list[Measurement] = Field([], description="Speeds measured against plain decoding; empty if none were.")
-    versions: dict[str, str] = Field({}, description="Versions of the packages that it was made with.")
+    versions: dict[str, str] = Field({}, description="Versions of the packages that the profile was made with.")
     note: str | None = Field(None, description="Free text.")
     also: list[Profile] = Field([], description="Alternative profiles; each sequence is routed to one.")
 
@@ -145,14 +151,14 @@ class Profile(Data):
         self.draft.check(self.model)
         for number, other in enumerate(self.also):
             if other.also or other.parts:
-                raise SelfspecError(f"also.{number}: expected a profile without parts and without others of its own")
+                raise SelfspecError(f"also.{number}: expected a profile without parts and without alternatives")
             if difference := self.model.mismatch(other.model):
                 raise SelfspecError(f"also.{number}: is of another model: {difference}")
         return self
 
     @property
     def alternatives(self) -> list[Self]:
-        """One profile for each draft method, this profile's own first."""
+        """One profile for each draft method: this profile without its alternatives, then each alternative."""
         return [self.model_copy(update={"also": []}), *self.also] if self.also else [self]  # type: ignore[list-item]
 
     @property
@@ -162,7 +168,7 @@ class Profile(Data):
 
     @property
     def layer_skip(self) -> LayerSkipSpec:
-        """The layer-skip spec of the draft; for other kinds of draft, one that runs all sub-layers in full."""
+        """The layer-skip spec of the draft; for other kinds of draft, a spec that skips and quantises nothing."""
         return next((spec for spec in self.draft.leaf_specs if isinstance(spec, LayerSkipSpec)), LayerSkipSpec())
 
     @property
@@ -172,7 +178,7 @@ class Profile(Data):
 
     @property
     def path_only(self) -> Self:
-        """The profile with its draft path alone: no proposers, no head below and no alternatives."""
+        """The profile with its draft path alone: without proposers, a draft head below the path, and alternatives."""
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None, "below": None})
         draft = alone if isinstance(self.draft, LayerSkipSpec) else self.draft
         return self.model_copy(update={"draft": draft, "also": []})
@@ -218,7 +224,7 @@ class Profile(Data):
 
     @property
     def payoff(self) -> PayoffModel:
-        """The payoff model of this profile for rate-optimal controllers; an estimate without measured costs."""
+        """The payoff model of this profile for rate-optimal controllers; estimated if the profile has no costs."""
         layers = self.model.layers
         if self.costs is None:
             payoff = estimate_payoff(self.path, layers, self.acceptance)
@@ -233,7 +239,7 @@ class Profile(Data):
         return payoff if below is None else replace(payoff, head=below.step * (payoff.wider or (payoff.draft,))[0])
 
     def with_controller(self, controller: ControllerSpec) -> Self:
-        """Return the profile with another controller. Raises `SelfspecError` for a kind of draft without one."""
+        """Return the profile with another controller. Raises `SelfspecError` for a kind of draft without controller."""
         if "controller" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' has no controller to replace; leave it out")
         draft = self.draft.model_copy(update={"controller": controller})
@@ -242,13 +248,16 @@ class Profile(Data):
         )
 
     def with_alternatives(self, others: Sequence[Profile]) -> Self:
-        """Return the profile with further draft methods. Raises `SelfspecError` if they cannot be combined."""
+        """Return the profile with the draft methods of `others` as further alternatives.
+
+        Raises `SelfspecError` if the profiles are of different models, or if one of `others` has parts.
+        """
         data = {"also": [*self.also, *(alternative for other in others for alternative in other.alternatives)]}
         return type(self).model_validate({**dict(self), **data})
 
     @property
     def folder(self) -> Path | None:
-        """The folder of its parts or draft model; None if it was not read from a file, or refers to no other files."""
+        """The folder of the profile's file; None if it was not read from a file, or refers to no other files."""
         return self._folder
 
     def part_path(self, name: str) -> Path:
@@ -256,7 +265,7 @@ class Profile(Data):
         if name not in self.parts:
             raise SelfspecError(f"the profile has no part {short(name)}; it has: {', '.join(self.parts) or 'none'}")
         if self._folder is None:
-            raise SelfspecError(f"part {short(name)}: the profile was not read from a file; its parts lie beside one")
+            raise SelfspecError(f"part {short(name)}: the profile was not read from a file, beside which parts lie")
         return self._folder / self.parts[name].file
 
     def with_folder(self, folder: Path) -> Self:
@@ -270,5 +279,5 @@ class Profile(Data):
 
     @property
     def slower(self) -> bool:
-        """Whether plain decoding was at least as fast in any of its measurements."""
+        """Whether plain decoding was at least as fast in any of the profile's measurements."""
         return any(m.speedup <= 1 for m in self.measured)

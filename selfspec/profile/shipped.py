@@ -29,7 +29,7 @@ def find_profile_file(name: str | Path) -> Profile:
     if str(name) in shipped:
         return _shipped(shipped[str(name)])
     near = difflib.get_close_matches(str(name), shipped, 1)
-    hint = f"did you mean {near[0]}? All" if near else "they"
+    hint = f"did you mean {near[0]}? All shipped profiles" if near else "shipped profiles"
     lacking = f"profile {name}: no such file, and no shipped profile of that name"
     raise SelfspecError(f"{lacking}; {hint} are listed by: selfspec profile list")
 

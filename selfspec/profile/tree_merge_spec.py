@@ -14,9 +14,9 @@ Drafts = Annotated[SerializeAsAny[DraftSpec], BeforeValidator(parse_draft)]
 
 
 class MergedSpec(DraftSpec):
-    """Merged drafting: one token tree of several drafters' proposals is verified (SpecInfer, 2305.09781).
+    """Merged drafting: the proposals of several drafters are verified as one token tree (SpecInfer, 2305.09781).
 
-    `drafters`: drafts of other kinds; each leaves fewer nodes for the next.
+    `drafters`: the specs of these drafters, in the order of their turns; each leaves fewer tree nodes for the next.
     """
 
     kind: Literal["merged"] = "merged"
@@ -39,7 +39,7 @@ class MergedSpec(DraftSpec):
 
     @property
     def step_share(self) -> float | None:
-        """Highest step cost of the drafters; None if any does not state its cost."""
+        """Highest step cost of the drafters; None if any drafter's spec does not state its cost."""
         shares = [drafter.step_share for drafter in self.drafters]
         return None if None in shares else max(share for share in shares if share is not None)
 

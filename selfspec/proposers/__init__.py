@@ -1,1 +1,1 @@
-"""Proposers: lookup tokens, continuations of a text found in texts alone. Pure Python."""
+"""Proposers look up likely continuations of a text (lookup tokens) in texts, without a model. Does not import torch."""

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-MEMORY = 0.98  # decay of an observation's weight with each later one
-STRENGTH = 8.0  # prior weight of the first chances, in observations
+MEMORY = 0.98  # decay of an observation's weight with each later observation
+STRENGTH = 8.0  # weight of the prior rates, in observations
 
 
 class Proposal(NamedTuple):
-    """Lookup tokens: a likely continuation of a text, with each token's chance to be right if all before it are.
+    """Lookup tokens: a likely continuation of a text.
 
-    `source`: the name of the proposer, which `ProposerChain` fills in.
+    `chances[i]`: the chance that token i is right if all tokens before it are. `source`: the name of the proposer,
+    which a `ProposerState` fills in.
     """
 
     tokens: Sequence[int] = ()
@@ -21,7 +22,7 @@ class Proposal(NamedTuple):
     source: str = ""
 
     def cut(self, most: int, source: str | None = None) -> Proposal:
-        """Return its first `most` tokens; with `source` replaced if that is not None."""
+        """Return a proposal of the first `most` tokens; `source`: a new source, None: unchanged."""
         return Proposal(self.tokens[:most], self.chances[:most], self.source if source is None else source)
 
 
@@ -29,7 +30,7 @@ NO_PROPOSAL = Proposal()
 
 
 class ProposerReader(Protocol):
-    """A proposer's state for one text, read token by token; lookup tokens depend on the text alone."""
+    """A proposer's state for one text, which is read token by token."""
 
     def append(self, token: int) -> None:
         """Append a token to the text."""
@@ -43,7 +44,7 @@ class Proposer(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the source of its lookup tokens, in statistics."""
+        """The proposer's name, which statistics give as the source of its lookup tokens."""
 
     def reader(self) -> ProposerReader:
         """Return a reader for an empty text."""
@@ -51,7 +52,7 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class LearningProposer(Proposer, Protocol):
-    """A proposer that learns from decoded texts; texts with a seed neither use it nor teach it."""
+    """A proposer that learns from decoded texts. Sequences with a seed neither use nor teach such a proposer."""
 
     def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Learn from a finished text."""
@@ -59,7 +60,10 @@ class LearningProposer(Proposer, Protocol):
 
 @dataclass(slots=True)
 class AcceptanceStats:
-    """Acceptance rates of lookup tokens, by match strength from 0 to the last; `first`: the prior rates."""
+    """Acceptance rates of lookup tokens by match strength; `first[s]`: the prior rate for strength s.
+
+    Strengths beyond the last entry of `first` count as the last.
+    """
 
     first: Sequence[float]
     _counts: list[float] = field(init=False)

@@ -1,7 +1,7 @@
-"""Lookup tokens below a draft path: its next pass checks them beside the token it must read (staged speculation).
+"""Several proposers for one drafter (staged speculation, Spector and Re 2308.04623).
 
-Spector and Re 2308.04623. The path's drafts do not change: if a drawn token equals the lookup token, the draft goes on
-from logits that are computed already. Pure Python.
+A draft pass checks lookup tokens together with the token that it must read. The drafted tokens do not change: if a
+drafted token equals the lookup token, the logits after it are computed already. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from operator import mul
 
 from selfspec.proposers.base import NO_PROPOSAL, LearningProposer, Proposal, Proposer, ProposerReader
 
-FREE = 15  # most lookup tokens verified without a draft step: a wider pass may cost far more
+FREE = 15  # most lookup tokens verified in place of a draft: a wider verification pass may cost far more
 
 
 class ProposerChain:
-    """Several proposers, whose lookup tokens are checked as far as they are expected to pay.
+    """Several proposers; a draft pass checks as many of their lookup tokens as are expected to save time.
 
-    `prices[i]`: the cost of a pass of the draft path over i + 1 tokens; no pass is wider than `prices`.
+    `prices[i]`: the cost of a draft pass over i + 1 tokens, in any unit; no pass is over more than `len(prices)`
+    tokens.
     """
 
     def __init__(self, proposers: Sequence[Proposer] = (), prices: Sequence[float] = (1.0,)) -> None:
@@ -26,9 +27,9 @@ class ProposerChain:
         self.prices = tuple(prices)
 
     def new_state(self, *, prompt: int = 0, seeded: bool = False) -> ProposerState:
-        """Return the state of an empty text, whose first `prompt` tokens will be the prompt.
+        """Return the state of an empty text; its first `prompt` tokens will be the prompt.
 
-        If `seeded`, proposers that learn from earlier texts are not used, and learn nothing.
+        `seeded`: whether the sequence has a seed; if so, proposers that learn from earlier texts are left out.
         """
         learners = [proposer for proposer in self.proposers if isinstance(proposer, LearningProposer)]
         able = [proposer for proposer in self.proposers if not (seeded and proposer in learners)]
@@ -51,7 +52,7 @@ class ProposerState:
         self._num_read = 0
 
     def read(self, text: Sequence[int]) -> None:
-        """Read the tokens by which the text has grown."""
+        """Read the new tokens of `text`, the whole text so far."""
         for _, reader in self._readers:
             for token in text[self._num_read :]:
                 reader.append(token)
@@ -63,9 +64,10 @@ class ProposerState:
             learner.learn(text[: self._prompt], text[self._prompt :])
 
     def lookup(self, most: int, ends: Collection[int]) -> Proposal:
-        """Return the lookup tokens with the most expected right tokens, up to the first of `ends`.
+        """Return the proposal with the most expected right tokens, to be verified in place of a draft.
 
-        At most `most` tokens, and never more than `FREE`.
+        It has at most `most` tokens, never more than `FREE`, and none after the first of the end-of-sequence tokens
+        `ends`.
         """
         chosen, best = NO_PROPOSAL, 0.0
         for source, reader in self._readers:
@@ -77,10 +79,10 @@ class ProposerState:
         return chosen
 
     def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
-        """Return at most `most` lookup tokens after the text and then `drafted`, for the draft path's next pass.
+        """Return at most `most` lookup tokens after the text and then `drafted`, for the next draft pass.
 
-        The proposer and the length maximise the expected tokens of the pass, one plus the right lookup tokens, over its
-        cost.
+        The proposer and the length maximise the expected tokens of the pass (one plus the expected right lookup tokens)
+        divided by the cost of the pass.
         """
         prices = self._ahead.prices
         most = min(most, len(prices) - 1)
@@ -96,7 +98,7 @@ class ProposerState:
         return chosen
 
     def passes(self, drafted: Sequence[int], max_length: int) -> list[tuple[int, int]]:
-        """Return the draft-path passes that draft these tokens: the index of each one's first token, and its width.
+        """Return the draft passes that draft these tokens: the index of each pass's first token, and the pass's width.
 
         `max_length`: the largest draft length allowed.
         """

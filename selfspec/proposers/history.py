@@ -1,6 +1,6 @@
 """Lookup in earlier answers (SuffixDecoding, Oliaro et al. 2411.04975).
 
-The answers are kept in a file and outlive the process. Pure Python; one suffix automaton holds all answers.
+The answers are kept in a file for later processes. One suffix automaton holds all answers. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _FORMAT = "selfspec answers 1"
 
 
 class AnswerHistory:
-    """Earlier answers in a file, a JSON list of token ids on each line; `vocabulary`: the model's vocabulary size.
+    """Proposer that looks up earlier answers, kept in a file with a JSON list of token ids on each line.
 
-    A torn line is skipped. A learnt answer is appended at once. Raises `SelfspecError` for a file of another kind, for
-    answers of another vocabulary, and if no file can be created there.
+    `vocabulary`: the model's vocabulary size (None: unknown). Lines that are not valid are skipped. A learnt answer is
+    appended to the file at once. Raises `SelfspecError` for any other file, for answers of another vocabulary size, and
+    if no file can be created at `path`.
     """
 
     name = "answers"
@@ -49,7 +50,7 @@ class AnswerHistory:
                 self._append(text)
 
     def _read(self, line: str) -> list[int]:
-        """Return the tokens of a line; none if the line is torn or invalid."""
+        """Return the tokens of a line; an empty list if the line is incomplete or invalid."""
         try:
             text = json.loads(line)
         except ValueError:
@@ -68,7 +69,7 @@ class AnswerHistory:
                 text = []
 
     def learn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer with the end of its prompt; warn if the file cannot be written."""
+        """Keep an answer with the last tokens of its prompt; log a warning if the file cannot be written."""
         if not answer:
             return
         text = [*prompt[-BEFORE:], *answer]
@@ -92,7 +93,7 @@ class AnswerHistory:
 
 
 def check_answers(path: str | Path) -> None:
-    """Raise `SelfspecError` for a file without earlier answers, or if no file can be created there."""
+    """Raise `SelfspecError` if `path` is not a file of earlier answers, and no such file can be created at `path`."""
     path = Path(path)
     if kind(path) == "missing":
         check_writable(path)
@@ -133,7 +134,10 @@ class AnswersReader:
         self._match = self._texts.extend(self._match, token)
 
     def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
-        """Return what followed the longest matching suffix in the latest answer with it, up to that answer's end."""
+        """Return the tokens that followed the longest matching suffix in the latest answer that contains it.
+
+        The tokens end with that answer.
+        """
         match = self._match
         for token in drafted:
             match = self._texts.extend(match, token)

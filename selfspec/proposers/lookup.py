@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the earlier occurrence of the text's longest repeated suffix.
+"""Prompt lookup: propose the tokens that followed an earlier occurrence of the text's longest repeated suffix.
 
 Saxena 2023 (prompt lookup decoding); with a suffix automaton as in SAM-Decoding (Hu et al. 2411.10666).
 """
@@ -29,7 +29,7 @@ class LookupReader:
         self._text.append(token)
 
     def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
-        """Return what followed the latest earlier occurrence of the longest repeated suffix."""
+        """Return the tokens that followed the latest earlier occurrence of the longest repeated suffix."""
         match = self._text.suffix()
         for token in drafted:
             match = self._text.extend(match, token)
@@ -40,7 +40,7 @@ class LookupReader:
 
 
 class Lookup:
-    """Prompt lookup; each text is searched by itself."""
+    """Prompt lookup: lookup tokens come from the sequence's own text alone."""
 
     name = "lookup"
 

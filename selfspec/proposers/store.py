@@ -37,11 +37,12 @@ class StoreMatch(NamedTuple):
 
 
 class Store:
-    """A searchable store of texts; `vocabulary`: the vocabulary size of its model; `tokens`: its number of tokens.
+    """A searchable store of texts in a file.
 
-    The file is a safetensors file. It holds all tokens in reverse order as 4-byte big-endian integers, and the tokens'
-    offsets sorted by up to `REACH` tokens that end there. A suffix of a text is therefore a prefix of an entry. Raises
-    `SelfspecError` for any other file.
+    `vocabulary`: the vocabulary size of the model whose tokens it holds; `tokens`: the number of stored tokens;
+    `texts`: the number of stored texts. The file is a safetensors file. It holds all tokens in reverse order as 4-byte
+    big-endian integers, and the tokens' offsets sorted by the up to `REACH` tokens that end there. A suffix of a text
+    is therefore a prefix of an entry. Raises `SelfspecError` for any other file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -68,7 +69,7 @@ class Store:
         self._order, self.tokens = start + order, (over - order) // _PLACE.size
 
     def check(self, vocabulary: int | None) -> None:
-        """Raise `SelfspecError` if a model's vocabulary size differs; None: unknown."""
+        """Raise `SelfspecError` if a model's vocabulary size differs from the store's; None: the size is unknown."""
         if vocabulary and vocabulary != self.vocabulary:
             raise SelfspecError(
                 f"{self.path}: its tokens are of a vocabulary of {self.vocabulary}, the model's has {vocabulary}; "
@@ -76,7 +77,7 @@ class Store:
             )
 
     def find(self, text: Sequence[int]) -> StoreMatch:
-        """Return the longest suffix of `text` in the store, of at most `REACH` tokens; its length is 0 if none is."""
+        """Return the longest suffix of `text` in the store, of at most `REACH` tokens; length 0: no match."""
         key = _key(text[-REACH:])
         index = self._bisect(key, 0, self.tokens)
         length = max(
@@ -89,7 +90,7 @@ class Store:
         return StoreMatch(length, self._bisect(head, 0, index), self._bisect(head, index, self.tokens, after=True))
 
     def continuations(self, match: StoreMatch, most: int) -> list[tuple[int, ...]]:
-        """Return at most `most` tokens after up to `VOTES` evenly spaced matches, each to the end of its text."""
+        """Return the tokens that followed up to `VOTES` evenly spaced matches: at most `most`, to the text's end."""
         count = match.last - match.first
         taken = range(count) if count <= VOTES else (i * count // VOTES for i in range(VOTES))
         return [self._following(match.first + i, most) for i in taken]
@@ -107,7 +108,10 @@ class Store:
         return self._map[read : min(read + size, self._end)]
 
     def _bisect(self, key: bytes, low: int, high: int, *, after: bool = False) -> int:
-        """Return the first entry that is not below `key`; or, if `after`, the first past all that begin with it."""
+        """Return the index of the first entry that is not below `key`.
+
+        With `after`, skip the entries that begin with `key` as well.
+        """
         data, order, tokens, size, end = self._map, self._order, self._tokens, len(key), self._end
         unpack = _PLACE.unpack_from
         while low < high:
@@ -143,7 +147,7 @@ def write_store(path: str | Path, texts: Iterable[Sequence[int]], *, vocabulary:
     if count + len(arrays) >= _SEPARATOR:
         raise SelfspecError(f"{count:,} tokens: a store holds fewer than {_SEPARATOR:,}; make several")
     if min(int(text.min()) for text in arrays) < 0 or max(int(text.max()) for text in arrays) >= vocabulary:
-        raise SelfspecError(f"a token is not among the {vocabulary} of the vocabulary")
+        raise SelfspecError(f"a token is not among the {vocabulary} tokens of the vocabulary")
     apart = np.array([_SEPARATOR], dtype=np.int64)
     backwards = np.concatenate([part for text in arrays for part in (apart, text)][1:])[::-1].astype(np.uint32)
     order = _sorted(backwards)
@@ -185,7 +189,7 @@ def _common_prefix(text: bytes, other: bytes) -> int:
     return min(len(text), len(other)) // 4
 
 
-# Prior chances by match length, up to 8: if at most half of the matches agree; if more do, or only one match exists;
+# Prior chances by match length, up to 8: if at most half of the matches agree; if more agree, or there is one match;
 # if all of several agree. Measured on SmolLM2's answers to questions, with a store of its answers to other questions.
 _BY_LENGTH = (
     (0.0, 0.0, 0.0),
@@ -203,7 +207,7 @@ LEARNT = 4  # tokens between two observations of whether lookup tokens are right
 
 
 class StoreReader:
-    """The end of one text, and how often the store's continuations were right."""
+    """The last tokens of one text, and how often the store's continuations were right."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -212,7 +216,7 @@ class StoreReader:
         self._chances = AcceptanceStats(FIRST)
 
     def append(self, token: int) -> None:
-        """Record for some tokens whether the lookup token was right, then append the token."""
+        """Append a token; for every `LEARNT`-th token, first record whether the lookup token for it was right."""
         self._read += 1
         if self._read % LEARNT == 0:
             for predicted, strength in self._score_tokens((), 1):
@@ -229,7 +233,7 @@ class StoreReader:
         )
 
     def _score_tokens(self, drafted: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """Return the lookup tokens, each with its match strength."""
+        """Return the lookup tokens, each with its match strength: the index in `FIRST`, by length and agreement."""
         end = [*self._end, *drafted]
         if not end or most < 1:
             return []

@@ -1,6 +1,6 @@
 """An online suffix automaton: finds the earlier occurrence of the longest repeated suffix in constant time.
 
-Blumer et al. 1985; matches as in SAM-Decoding (Hu et al. 2411.10666). Pure Python.
+Blumer et al. 1985; matches as in SAM-Decoding (Hu et al. 2411.10666). Does not import torch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SuffixAutomaton:
         return Match(state, self._length[state])
 
     def extend(self, match: Match, token: int) -> Match:
-        """Return the longest suffix of a match and the token after it that occurs in the text."""
+        """Return the longest suffix of a match plus the token after it, among the suffixes that occur in the text."""
         state, length = match
         while token not in self._next[state]:
             state = self._link[state]
@@ -100,8 +100,8 @@ class SuffixAutomaton:
     def continue_match(self, match: Match, drafted: Sequence[int], most: int) -> list[int]:
         """Return at most `most` tokens that followed the latest known earlier occurrence of a match.
 
-        The match is a suffix of the text and the tokens `drafted` after it. A continuation that reaches the end of the
-        text goes on with `drafted`, then repeats itself.
+        The match is a suffix of the text plus the tokens `drafted`. A continuation that reaches the end of the text
+        goes on with `drafted`, then repeats itself.
         """
         state, n = match.state, len(self.tokens)
         while state and self._first[state] >= n:

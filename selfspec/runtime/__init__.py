@@ -1,4 +1,4 @@
-"""The runtime: one forward and one KV cache over a model's own leaf modules."""
+"""The runtime: a forward pass and a KV cache over the leaf modules of a `transformers` model."""
 
 from selfspec.runtime.forward import Runtime
 

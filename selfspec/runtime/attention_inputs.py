@@ -28,12 +28,14 @@ class PassInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Attention inputs of tokens `[B, n]`, N = B * n rows: RoPE, visible keys and values, mask and slots to write.
+    """Attention inputs of N = B * n tokens `[B, n]`: RoPE, visible keys and values, mask and slots to write.
 
-    `rotation` is the RoPE rotation: a matrix per row `[N, d, d]`, one matrix `[d, d]` if N is 1, or cosines and sines
-    `[N, 1, d]`. `partner` `[d]` is the dimension that each dimension is paired with; None: the one d / 2 away. `keys`
-    and `values` are lists by layer, from `Cache.seen` if attention is `direct`, else from `Cache.repeated`. `to` is
-    either views by layer of the keys and values to write `[B, H_kv, n, d]`, or the scattered slot numbers `[B, n]`.
+    `rotation` is the RoPE rotation: a matrix per token `[N, d, d]`, one matrix `[d, d]` if N is 1, or cosines and sines
+    `[N, 1, d]`. `partner` `[d]` is the index of the dimension that each dimension is rotated with (None: the dimension
+    d / 2 away). `direct`: whether attention is computed by explicit products, instead of fused attention. `keys` and
+    `values` are lists by layer, from `Cache.kv_views` if `direct`, else from `Cache.repeated_views`. `to` is either
+    views by layer of the keys and values to write `[B, H_kv, n, d]`, or scattered slot numbers `[B, n]`. `causal`:
+    whether fused attention applies its own causal mask.
     """
 
     rotation: Tensor | tuple[Tensor, Tensor]
@@ -41,7 +43,7 @@ class AttentionInputs:
     to: tuple[Sequence[Tensor], Sequence[Tensor]] | Tensor
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    mask: Tensor | None  # additive: [1 or B * H_kv, G * n, seen] when direct, else [B * H_kv, 1, n, seen] or [n, seen]
+    mask: Tensor | None  # additive: [1 or B * H_kv, G * n, S] if direct, else [1 or B * H_kv, 1, n, S] or [n, S]
     direct: bool
     causal: bool
     rows: slice
@@ -58,7 +60,7 @@ def build_attention_inputs(
 ) -> AttentionInputs:
     """Return the attention inputs of a pass for the layers that share `attention_spec`.
 
-    `narrow`: rotate by matrices and compute attention by small explicit products, the fastest for few rows.
+    `narrow`: rotate by matrices and compute attention by explicit products, which is fastest for few tokens.
     """
     batch, n, positions, slots, mask, rows = pass_inputs
     window, direct = attention_spec.window, narrow or attention_spec.custom_attention
@@ -84,7 +86,7 @@ def build_attention_inputs(
 
 
 def to_device(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
-    """Return a copy with rotation, mask and slots on `device`; each layer's keys and values already are on its own."""
+    """Return a copy with rotation, mask and slots on `device`; keys and values stay on the devices of their layers."""
     rotation = (
         inputs.rotation.to(device)
         if isinstance(inputs.rotation, Tensor)

@@ -1,6 +1,6 @@
-"""The static KV cache: allocated once, with one length for each row, and one place that rewinds and commits.
+"""The static KV cache: tensors of fixed size for all sequences, with a committed length for each sequence.
 
-A cache slot stores one token's keys and values of every layer.
+A cache row holds one sequence. A cache slot stores one token's keys and values of every layer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from selfspec.runtime.cache_rows import CacheRows
 ALL_ROWS = slice(None)
 Move = tuple[int, int, int, Sequence[int]]
 """`(dst_row, src_row, dst_start, src_slots)`: copy these source slots to consecutive slots from `dst_start` on."""
-_SPARE = 16  # slots after the last one for tokens, as kernels read whole vectors
+_SPARE = 16  # extra slots of each row: padding is written there, and kernels that read whole vectors may overrun
 
 
 class Cache(CacheRows):
-    """Keys and values `[B, H_kv, slots, d]` for each layer, followed by spare slots that every mask hides.
+    """Keys and values `[rows, H_kv, slots, d]` of each layer; each row has extra slots that every mask hides.
 
-    With `turned`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all keys
-    fastest in this layout.
+    `group`: query heads per KV head. `devices`: the device of each layer.
 
-    With `placed`, `positions` `[B, slots]` holds each slot's sequence position; a committed slot's is its own number.
+    With `keys_transposed`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all
+    keys fastest in this layout.
+
+    With `track_positions`, `positions` `[rows, slots]` holds the sequence position of the token in each slot. The
+    position of a committed slot equals its slot number.
     """
 
     def __init__(
@@ -68,11 +71,14 @@ class Cache(CacheRows):
 
     @property
     def spare(self) -> int:
-        """The slot that padding tokens write to."""
+        """The number of the extra slot that padding tokens are written to."""
         return self.slots
 
     def blocks_of(self, row: int) -> tuple[int, int]:
-        """Return the address of the row's block table, which has one entry, and the row's number of slots."""
+        """Return the address of the row's block table, and the row's number of slots, extra slots included.
+
+        In a static cache each row is one block, so that its int64 block table has one entry: the row's number.
+        """
         return self._table.data_ptr() + 8 * row, self.slots + _SPARE
 
     @property
@@ -83,16 +89,19 @@ class Cache(CacheRows):
     def kv_views(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of keys `[B * H_kv, d, S]` and values `[B * H_kv, S, d]` for each layer.
 
-        The S = `slots` - `first` slots are those from `first` up to, not including, `slots`.
+        The views cover the S slots from `first` up to, not including, `slots`, of the B cache rows in `rows`.
         """
         return self._views(self._folded, (-1, -2), first, slots - first, self._span(rows, self._heads))
 
     def repeated_views(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the same keys and values expanded to every query head, `[B * H_kv, group, S, d]` for each layer."""
+        """Return views of keys and values for each layer, expanded to every query head: `[B * H_kv, group, S, d]`.
+
+        Slots and rows are selected as in `kv_views`.
+        """
         return self._views(self._repeated, (-2, -2), first, slots - first, self._span(rows, self._heads))
 
     def writable_views(self, start: int, n: int, rows: slice = ALL_ROWS) -> tuple[list[Tensor], list[Tensor]]:
-        """Return writable views of `n` consecutive slots of keys and values, `[B, H_kv, n, d]` for each layer."""
+        """Return writable views of the keys and values `[B, H_kv, n, d]` in n slots from `start` on, for each layer."""
         return self._views(self._buffers, (-2, -2), start, n, self._span(rows, 1))
 
     @staticmethod
@@ -111,20 +120,20 @@ class Cache(CacheRows):
         return keys_and_values
 
     def _span(self, rows: slice, each: int) -> tuple[int, int] | None:
-        """Return start and length of `rows` in a dimension with `each` entries a row; None stands for all rows."""
+        """Return start and length of `rows` in a dimension with `each` entries per row; None if `rows` are all rows."""
         if rows == ALL_ROWS:
             return None
         first, last, _ = rows.indices(self.rows)
         return first * each, (last - first) * each
 
     def scatter(self, index: int, k: Tensor, v: Tensor, slots: Tensor, rows: slice) -> None:
-        """Write keys and values `[B, n, H_kv, d]` of layer `index` at `slots` `[B, n]`."""
+        """Write keys and values `[B, n, H_kv, d]` of layer `index` to `slots` `[B, n]` of the B cache `rows`."""
         row = torch.arange(len(slots), device=slots.device).unsqueeze(1)
         self.keys[index][rows][row, :, slots] = k
         self.values[index][rows][row, :, slots] = v
 
     def set_positions(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
-        """Record the sequence positions of the tokens in `n` slots; arguments as in `Runtime.forward`."""
+        """Record the sequence positions of the tokens in n slots; the arguments are those of `Runtime.forward`."""
         assert self.positions is not None
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
@@ -135,14 +144,17 @@ class Cache(CacheRows):
             row_positions.scatter_(1, slots, positions.expand_as(slots))
 
     def window_mask(self, window: int, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Tensor:
-        """Return a mask `[B, n, seen]`: true for slots whose position is less than `window` before `positions`."""
+        """Return the sliding-window mask `[B, n, kv_len]` of n tokens at `positions` over the first `kv_len` slots.
+
+        It is true where the position of a slot is greater than the position of the token minus `window`.
+        """
         assert self.positions is not None
         if isinstance(positions, int):
             positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
         return self.positions[rows, None, :kv_len] > positions.unsqueeze(-1) - window
 
     def copy_from(self, other: Cache) -> None:
-        """Copy the committed slots, lengths and tokens of a smaller cache of the same model and number of rows."""
+        """Copy committed slots, lengths and tokens of `other`, a smaller cache of the same model with as many rows."""
         longest = max(other.length)
         for mine, theirs in zip(self._buffers, other._buffers, strict=True):
             for t, old in zip(mine, theirs, strict=True):
@@ -150,11 +162,11 @@ class Cache(CacheRows):
         self.length, self.tokens = list(other.length), list(other.tokens)
 
     def copy(self, source: int, row: int, start: int, end: int) -> None:
-        """Copy the slots from `start` to `end` of row `source` to `row`, whose length does not change."""
+        """Copy the slots from `start` up to, not including, `end` of row `source` to `row`; no length changes."""
         self.move((row, source, start, range(start, end)))
 
     def move(self, move: Move) -> None:
-        """Copy keys and values of all layers as `move` describes, after calling the `told` callback."""
+        """Copy keys and values of all layers as `move` describes, after calling `on_move` if it is set."""
         if self.on_move is not None:
             self.on_move(move)
         row, source, start, slots = move
@@ -163,7 +175,7 @@ class Cache(CacheRows):
             t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, slot_index.to(t.device)))
 
     def commit(self, row: int, path: Sequence[int]) -> None:
-        """Commit the root of a verified draft and the accepted nodes on `path`, in order; discard the rest.
+        """Commit the root of a verified draft and the accepted nodes on `path`, in order; discard all other nodes.
 
         A verification pass wrote the root at slot `length` and node i at `length + 1 + i`. The path's slots are moved
         to the slots from `length + 1` on, then `length` grows by `1 + len(path)`.

@@ -11,9 +11,9 @@ from selfspec.types.limits import WIDEST_DRAFT
 def cache_of(
     skeleton: Skeleton, *, rows: int, slots: int, keys_transposed: bool, track_positions: bool, pool: BlockTables | None
 ) -> Cache | PagedCache:
-    """Return a static cache of `slots` slots a row, or with `pool` a paged one.
+    """Return a static KV cache of `slots` slots per row, or a paged KV cache if `pool` is given.
 
-    A row of a paged cache has at most the model's context plus the widest draft.
+    A row of a paged cache has at most as many slots as the model's context plus the widest draft.
     """
     s = skeleton.sizes
     if pool is not None:

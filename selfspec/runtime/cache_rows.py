@@ -1,4 +1,4 @@
-"""Bookkeeping of cache rows: committed lengths and tokens, whatever the memory layout."""
+"""Bookkeeping of cache rows: committed lengths and tokens, independent of the memory layout."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class CacheRows:
-    """The rows of a cache, each of at most `slots` slots.
+    """The rows of a KV cache, one for each sequence, each of at most `slots` slots.
 
-    `length[row]` is the number of committed slots of a row; the full target computed their keys and values.
-    `tokens[row]` are the tokens of these slots, where a caller has set them; tokens beyond `length` have no keys yet.
+    `length[row]` is the number of committed slots of a row, whose keys and values the full target model computed.
+    `tokens[row]` are the row's tokens if the caller has set them, else empty. Tokens from index `length[row]` on have
+    no keys and values yet.
     """
 
     def __init__(self, rows: int, slots: int) -> None:
@@ -23,7 +24,7 @@ class CacheRows:
         self.length[row], self.tokens[row] = 0, ()
 
     def known(self, row: int) -> Sequence[int]:
-        """Return the known tokens of a row's committed slots."""
+        """Return the tokens of a row's committed slots, as far as the caller has set them in `tokens`."""
         return self.tokens[row][: self.length[row]]
 
     def shared(self, row: int, tokens: Sequence[int]) -> int:
@@ -33,5 +34,5 @@ class CacheRows:
         return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(known), len(tokens)))
 
     def rewind(self, row: int, length: int) -> None:
-        """Set a row's length to `length`, which discards the slots from there on."""
+        """Set a row's length to `length`, which discards the slots from `length` on."""
         self.length[row] = length

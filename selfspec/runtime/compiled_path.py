@@ -1,4 +1,4 @@
-"""Draft paths compiled against one model."""
+"""Draft paths compiled for one model, with the additional weights that they need."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from selfspec.runtime.native_bindings import NativePass, native_pass
 from selfspec.types.draft_path import DraftPath, Mode
 
 BITS: dict[Mode, Bits] = {"int8": 8, "int4": 4}
-_LONG = 2**28  # bytes of quantised weights; making more takes long enough to warn the user
+_LONG = 2**28  # bytes of weights; quantising more than this takes long enough to warn the user
 _log = logging.getLogger("selfspec")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _PathModule:
-    """A sub-layer or head with weights of its own, their size in bytes, and whether they are quantised."""
+    """A sub-layer, bridge or head made for draft paths, its size in bytes, and whether its weights are quantised."""
 
     module: Any
     bytes: int
@@ -36,12 +36,14 @@ class _PathModule:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledPath:
-    """A draft path of one model: each layer's number, device, attention and MLP, where None is a skipped sub-layer.
+    """A draft path compiled for one model.
 
-    `bytes` is the memory the path takes in addition to the model. `unquantized` names the parts that could not be
-    quantised and run in full precision ("attention 3", "mlp 3", "head"). `native` runs the blocks and the last norm as
-    one native call, where available. `batch_invariant_head` is a head whose every row has the same bits in a batch of
-    any size, where available.
+    `blocks` holds each layer's number, device, attention and MLP; None stands for a skipped sub-layer. `head` maps
+    normed hidden states to logits. `bytes` is the memory that the path needs in addition to the model. `unquantized`
+    names the sub-layers and heads that could not be quantised and run in full precision ("attention 3", "mlp 3",
+    "head"). `native` runs the blocks and the last norm as one native call (None: native code does not support them).
+    `batch_invariant_head` is a head whose logits of a token have the same bits in a batch of any size, or None.
+    `resources` are the modules made for the path, kept alive by it.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
@@ -54,17 +56,17 @@ class CompiledPath:
 
 
 class Paths:
-    """The compiled paths of one model and their weights, each made once and kept as long as a path uses it."""
+    """A cache of the compiled paths of one model and of their weights, which are dropped once no path uses them."""
 
     def __init__(self, skeleton: Skeleton, scaling: float) -> None:
-        """Initialise without paths; `scaling` multiplies queries after RoPE in passes of the native runner."""
+        """Initialise an empty cache; native passes multiply queries by `scaling` after RoPE."""
         self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
         self._trained: dict[str, Trained] = {}
         self._made: WeakValueDictionary[Hashable, _PathModule] = WeakValueDictionary()
 
     def get(self, path: DraftPath) -> CompiledPath:
-        """Return the compiled path. Raises `SelfspecError` as `Runtime.compile` does."""
+        """Return the compiled form of a draft path. Raises `SelfspecError` as `Runtime.compile` does."""
         compiled = self._paths.get(path)
         if compiled is None:
             compiled = self._paths[path] = self._compiled(path)
@@ -79,7 +81,10 @@ class Paths:
         self._trained.pop(name, None)
 
     def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
-        """Return the additional bytes of an attention, MLP or head in `mode`; None if it cannot be quantised."""
+        """Return the bytes that a sub-layer or the head needs in addition in `mode`, or None if it cannot be quantised.
+
+        `part`: "attention" or "mlp" of layer `index`, or "head". Modes without quantised weights need 0 bytes.
+        """
         if mode not in BITS:
             return 0
         quantizer = self._skeleton.quantizer
@@ -88,7 +93,7 @@ class Paths:
         return quantizer.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
 
     def bytes(self, path: DraftPath) -> int:
-        """Return the additional bytes that a path takes once it is compiled."""
+        """Return the bytes that a compiled path needs in addition to the model, without compiling it."""
         total = sum(self.part_bytes(*part) or 0 for part in self._parts(path))
         sizes, vocabulary_size = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
         head = self.part_bytes("head", 0, path.head) if path.head in BITS else None
@@ -141,7 +146,7 @@ class Paths:
             resources.append(head)
         runs_head = self._skeleton.head if head is None else head.module
         attention_specs = self._skeleton.attention_specs
-        # A native pass attends to every earlier token: its caller keeps passes that a sliding window cuts from it.
+        # A native pass attends to every earlier token: the runtime runs passes that a sliding window affects eagerly.
         llama_rope = (
             len({attention_spec.rope for attention_spec in attention_specs}) == 1
             and not attention_specs[0].rope.interleaved
@@ -154,7 +159,7 @@ class Paths:
         )
 
     def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:
-        """Return every sub-layer with its layer's number and its mode, attention first."""
+        """Return (sub-layer, layer number, mode) of every sub-layer: the attentions of all layers, then the MLPs."""
         layers = len(self._skeleton.blocks)
         modes = path.modes(layers)
         attention: list[tuple[SubLayer, int, Mode]] = [("attention", i, modes[i]) for i in range(layers)]
@@ -162,7 +167,7 @@ class Paths:
 
     def _trained_of(self, path: DraftPath) -> Trained | None:
         if path.trained is not None and path.trained not in self._trained:
-            raise SelfspecError(f"the draft path names trained weights, {path.trained}, that are not at hand")
+            raise SelfspecError(f"draft path: its trained weights {path.trained} are not loaded")
         return None if path.trained is None else self._trained[path.trained]
 
     def _sublayer(
@@ -174,16 +179,20 @@ class Paths:
         return self._cached(key, lambda: self._skeleton.quantizer.sublayer(index, part, bits, trained))
 
     def _bridge_module(self, run: Run, name: str | None, trained: Trained | None) -> _PathModule | None:
-        """Return the trained bridge over a run of skipped layers, or None if it has none."""
+        """Return the trained bridge over `run`, a run of skipped layers; None if no bridge was trained for the run."""
         if trained is None or (bridge := trained.bridges.get(run)) is None:
             return None
         return self._cached(("bridge", run, name), lambda: self._skeleton.quantizer.bridge_module(bridge))
 
     def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> _PathModule | None:
-        """Return a head in `mode`, over `tokens` only if given; None stands for the model's own head."""
+        """Return a head in `mode` over the draft vocabulary `tokens` (None: all tokens).
+
+        Returns None if the path uses the model's own head. Raises `SelfspecError` for tokens that the model does not
+        have, and for a draft vocabulary if the head's weight cannot be read.
+        """
         vocabulary = self._skeleton.identity.vocabulary or 0
         if tokens is not None and max(tokens) >= vocabulary:
-            raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
+            raise SelfspecError(f"draft vocabulary: expected different tokens from 0 to {vocabulary - 1}")
         made = None
         if bits := BITS.get(mode):
             made = self._cached(("head", tokens, bits), lambda: self._skeleton.quantizer.head(bits, tokens))
@@ -191,7 +200,7 @@ class Paths:
             return made
         made = self._cached(("head", tokens), lambda: self._head_over(tokens), lower=False)
         if made is None:
-            raise SelfspecError("a draft vocabulary needs the head's own weight; draft with the whole head")
+            raise SelfspecError("draft vocabulary: the head's own weight cannot be read; draft with the whole head")
         return made
 
     def _head_over(self, tokens: tuple[int, ...]) -> tuple[Call, int] | None:
@@ -201,7 +210,11 @@ class Paths:
     def _cached(
         self, key: Hashable, make: Callable[[], tuple[Any, int] | None], *, lower: bool = True
     ) -> _PathModule | None:
-        """Return what `make` returned for this key, cached as long as it is in use; None if `make` returns None."""
+        """Return the module that `make` makes for this key, from a cache while any path uses it.
+
+        `make` returns the module and its bytes, or None if the module cannot be made: then None is returned. `lower`:
+        whether the module's weights are quantised.
+        """
         made = self._made.get(key)
         if made is None and (result := make()) is not None:
             made = self._made[key] = _PathModule(*result, lower)

@@ -1,8 +1,8 @@
-"""CUDA graphs of narrow passes: captured once for each path and shape, and replayed as one launch.
+"""CUDA graphs of passes over few tokens: captured once for each path and shape, and replayed as one launch.
 
-A pass over a few tokens is hundreds of small kernels, and the host takes longer to launch them than the device to run
-them. A captured pass reads tokens, positions, slots and masks from tensors of fixed shape, which are filled before each
-replay. Its KV length is rounded up, and the rest masked. Nothing in it copies a value back to the host.
+A pass over few tokens launches hundreds of small kernels, which takes the host longer than the device needs to run the
+kernels. A captured pass reads tokens, positions, slots and masks from tensors of fixed shape, which are filled before
+each replay. Its KV length is rounded up, and the additional slots are masked. It copies no value back to the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
 
 ENV_VAR = "SELFSPEC_GRAPHS"  # environment variable: 0 disables capture
-ROWS = 64  # most rows of a captured pass: a wider pass takes longer than its launches
+ROWS = 64  # most tokens of a captured pass: running a larger pass takes longer than launching its kernels
 SHAPES = 512  # most shapes captured for a path
 _KV_LEN_STEP = 256  # slots: the least multiple that the KV length is rounded up to, see `rounded_up`
 _log = logging.getLogger("selfspec")
@@ -39,12 +39,12 @@ class Recorder(Protocol):
     """Capture and replay of a device's work."""
 
     def pool(self) -> Any:
-        """Return a memory pool for the captures of one cache, which share it as only one runs at a time."""
+        """Return a memory pool that all captured passes of one cache share, as only one of them runs at a time."""
 
     def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
         """Return the output of `body`, and a function that replays the capture into the output's tensors.
 
-        Raises `RuntimeError` if the work cannot be captured, for example as it copies values to the host.
+        Raises `RuntimeError` if `body` cannot be captured, for example because it copies values to the host.
         """
 
 
@@ -92,9 +92,10 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 class GraphKey(NamedTuple):
-    """The shape of a captured pass: batch, tokens, KV length, cache rows, number of masks, and outputs.
+    """The key of a captured pass: batch size, tokens per row, rounded KV length, cache rows, masks, and outputs.
 
-    Without masks, slots equal positions, are consecutive, and attention is causal.
+    `masks` is the batch size of the attention mask. 0 means no mask: slots equal positions and are consecutive, and
+    attention is causal. `logits` and `hidden` are as in `Runtime.forward`.
     """
 
     batch: int
@@ -143,7 +144,7 @@ class _Graph(NamedTuple):
 
 
 class UncapturablePaths:
-    """The paths of one model that cannot be captured; the first one is logged with its reason."""
+    """The paths of one model that cannot be captured. Only the first failure is logged, with its reason."""
 
     def __init__(self) -> None:
         self._paths: WeakSet[CompiledPath] = WeakSet()
@@ -153,23 +154,24 @@ class UncapturablePaths:
         return compiled in self._paths
 
     def add(self, compiled: CompiledPath, error: Exception) -> None:
-        """Add a path, and log the error if it is the first."""
+        """Add a path, and log the error if no earlier error was logged."""
         self._paths.add(compiled)
         if not self._logged:
-            _log.warning("passes cannot be recorded, and run operation by operation (%s)", reason(error))
+            _log.warning("CUDA graph capture failed; passes run eagerly (%s)", reason(error))
         self._logged = True
 
 
 class Graphs:
     """The captured passes of one cache.
 
-    A shape is captured the second time it occurs; passes without logits or of more than `ROWS` rows (prefill) never.
+    A shape is captured the second time it occurs. Passes without logits, or of more than `ROWS` tokens (prefill), are
+    never captured.
     """
 
     def __init__(
         self, passes: EagerRunner, recorder: Recorder, uncapturable: UncapturablePaths, positions: int
     ) -> None:
-        """Prepare to capture passes of `passes`, whose RoPE tables have `positions` positions, with `recorder`."""
+        """Prepare to capture passes of the eager runner `passes`, whose RoPE tables have `positions` positions."""
         self._passes, self._recorder, self._pool, self._uncapturable = passes, recorder, recorder.pool(), uncapturable
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
@@ -185,7 +187,7 @@ class Graphs:
         logits: Literal["all", "last"] | None,
         hidden: Sequence[int],
     ) -> ForwardOutput | None:
-        """Return the output of a replayed pass; None if it has no capture, and the caller has to run it eagerly."""
+        """Replay a pass and return its output; None if the pass is not captured, so that the caller runs it eagerly."""
         shape = self._shape(pass_inputs, logits, hidden)
         if shape is None or compiled in self._uncapturable:
             return None

@@ -19,14 +19,14 @@ from selfspec.runtime.rotary import RotaryTable
 from selfspec.runtime.workspace import Scratch, ScratchPool
 from selfspec.speculation.forward_output import ForwardOutput
 
-_NARROW = 16  # rows up to which small products on a CPU beat its fused attention and elementwise RoPE
+_NARROW = 16  # tokens up to which explicit products on a CPU beat its fused attention and elementwise RoPE
 
 
 class EagerRunner:
     """Eager passes over one cache.
 
-    `attention_specs` are the model's, each with its rotary table. `scaling` multiplies attention scores. `direct`:
-    compute narrow passes by small products, which round differently from fused attention.
+    `attention_specs`: the model's attention specs, each with its rotary table. `scaling` multiplies attention scores.
+    `direct`: compute passes over few tokens by explicit products, which round differently from fused attention.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EagerRunner:
         between: Sequence[int] = (),
         scratch: Scratch | None = None,
     ) -> ForwardOutput:
-        """Run `Runtime.forward` over tokens `[B, n]`; `scratch` is a workspace to use, on the first layer's device."""
+        """Run a pass as `Runtime.forward` does. `scratch`: the workspace to use, on the first layer's device."""
         batch, n = tokens.shape
         inputs_by_spec = self._attention_inputs(pass_inputs)
         scratch = scratch or self._scratches.get(batch, n, self.skeleton.device)
@@ -85,7 +85,7 @@ class EagerRunner:
         return ForwardOutput(out.to(self.skeleton.device).view(batch, -1, out.shape[-1]), streams, halves)
 
     def branch(self, index: int, part: Literal["attention", "mlp"], x: Tensor, pass_inputs: PassInputs) -> Tensor:
-        """Return the output of one sub-layer, as `Runtime.branch` does."""
+        """Return the output of one sub-layer for hidden states `x` `[B, n, D]`, as `Runtime.branch` does."""
         block = self.skeleton.blocks[index]
         scratch = self._scratches.get(pass_inputs.batch, pass_inputs.n, block.device)
         x = x.to(block.device).flatten(0, 1)

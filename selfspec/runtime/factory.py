@@ -1,4 +1,4 @@
-"""Choice of a model's runtime: the lean one for supported families, else one over the model's own forward."""
+"""Choice of a model's runtime: `Runtime` for supported families, else `GenericRuntime` over the model's own forward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from selfspec.runtime.worker_group import runtime_over
 
 
 def open_runtime(model: Any, *, rows: int = 1) -> Runtime:
-    """Return a runtime for `model`, which may be tensor parallel.
+    """Return a runtime with `rows` cache rows for `model`; for a tensor parallel model, always with one row.
 
-    Raises `UnsupportedModelError` for a model that neither runtime supports.
+    Raises `UnsupportedModelError` for a model that neither kind of runtime supports.
     """
     if is_sharded(model):
         return runtime_over(model)

@@ -1,7 +1,7 @@
-"""The runtime: one forward and one cache over a loaded `transformers` model's own leaf modules.
+"""The runtime: its own forward pass and KV cache, over the leaf modules (linears, norms) of a `transformers` model.
 
-It copies no modelling code, patches no class and changes no parameter. It owns the residual loop, the KV cache and
-the attention call; the decode loop drives it.
+The runtime copies no modelling code, patches no class and changes no parameter. It runs the residual loop, the KV cache
+and the attention call itself; the decode loop calls it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
 
 _OF_CACHE = ("cache", "_native", "_eager", "_graphs")  # attributes replaced together with the cache
-_GROWTH = 256  # the cache grows in steps, so that prompts of similar length share one allocation
+_GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar length share one allocation
 
 
 class Runtime:
-    """One model, ready to be run in full or along draft paths.
+    """A `transformers` model, ready to run in full or along draft paths.
 
-    Raises `UnsupportedModelError` for a model it does not support. `rows` is the number of sequences the cache holds.
-    `kernel` multiplies quantised weights; None: the fastest one on this machine (`kernel_for`). With `blocks` the cache
-    is paged, a pool of that many blocks; only native passes read it, and without them `SelfspecError` is raised.
-    `recorder` captures narrow eager passes; None: as CUDA graphs, if the model is on one CUDA device.
+    `rows`: the number of sequences that the cache holds. `kernel`: the kernel that multiplies quantised weights (None:
+    the fastest kernel on this machine, see `kernel_for`). `blocks`: the number of blocks of a paged KV cache (None: a
+    static cache). Only native CPU passes read a paged cache. `recorder`: captures eager passes over few tokens (None:
+    as CUDA graphs if the model is on one CUDA device, else no capture).
+
+    Raises `UnsupportedModelError` for a model that is not supported, and `SelfspecError` for `blocks` if the model has
+    no native passes.
     """
 
-    trees = True
+    trees = True  # whether drafts may be token trees
     supports_trained = True  # whether draft paths may use trained weights
     cache: Cache | PagedCache
 
@@ -88,30 +91,30 @@ class Runtime:
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
         """Return another runtime over the same model, with its own cache for `rows` sequences.
 
-        Compiled paths are shared: no weight is quantised twice. `blocks` is as for a new runtime; `pool` is the pool of
-        another paged cache, whose block tables the new cache shares.
+        Both runtimes share compiled paths, so that no weight is quantised twice. `blocks`: the number of blocks of a
+        new paged cache. `pool`: the pool of another paged cache, whose block tables the new cache shares.
         """
         other = copy.copy(self)
         other._reset(rows, pool if blocks is None else BlockTables(blocks))
         return other
 
     def _reset(self, rows: int, pool: BlockTables | None) -> None:
-        """Start with an empty cache and no open session."""
+        """Allocate an empty cache, and reset all state that belongs to a session."""
         self.rows, self.pool = rows, pool
         self._lock = threading.Lock()
         self._has_hooks = False  # whether any module has a hook, which a graph replay would not run
         if pool is None or self.native:
             self._allocate(0)
         if pool is not None and not (self.native and self._native is not None):
-            raise SelfspecError("native passes alone read a cache in blocks, and this model has none; leave blocks out")
+            raise SelfspecError("paged KV cache: this model has no native passes; expected blocks=None")
 
     # -- the cache's life ------------------------------------------------------------------------------------
 
     @contextmanager
     def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
-        """Lock the runtime for one stream that needs `slots` slots a row. Raises `BusyError` while it is locked.
+        """Lock the runtime for one caller, which needs `slots` cache slots per row. Raises `BusyError` if it is locked.
 
-        The cache rows are cleared first, unless this session is to `reuse` what the last one has committed.
+        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
         """
         if not self._lock.acquire(blocking=False):
             raise BusyError(
@@ -128,14 +131,15 @@ class Runtime:
             self._lock.release()
 
     def reserve(self, slots: int) -> None:
-        """Grow the cache to at least `slots` slots a row, keeping committed slots. Call within a session.
+        """Grow the cache to at least `slots` slots per row, keeping committed slots. Call within a session.
 
-        Raises `SelfspecError` when memory runs out; committed slots are kept then, too.
+        Raises `SelfspecError` if memory runs out, or if a paged cache has fewer slots per row. Committed slots are kept
+        after an error, too.
         """
         if slots <= self.cache.slots:
             return
         if self.pool is not None:
-            raise SelfspecError(f"{slots} positions are wanted; a row of this pool has at most {self.cache.slots}")
+            raise SelfspecError(f"paged KV cache: {slots} slots requested; expected at most {self.cache.slots}")
         saved = {name: vars(self)[name] for name in _OF_CACHE if name in vars(self)} if any(self.cache.length) else None
         try:
             self._allocate(slots)
@@ -145,7 +149,7 @@ class Runtime:
             else:
                 vars(self).update(saved)
             if isinstance(error, RuntimeError):  # torch raises it when memory runs out
-                raise SelfspecError(f"no cache for {slots} positions could be had: {error}") from error
+                raise SelfspecError(f"KV cache of {slots} slots per sequence: cannot be allocated ({error})") from error
             raise
         if saved is not None:
             self._static_cache.copy_from(saved["cache"])
@@ -161,7 +165,7 @@ class Runtime:
     def _static_cache(self) -> Cache:
         """The static cache, which eager passes read. Raises `SelfspecError` if the cache is paged."""
         if isinstance(self.cache, PagedCache):
-            raise SelfspecError("this pass is not a native one, and no other reads a cache in blocks")
+            raise SelfspecError("paged KV cache: this pass is not native; expected a native pass or a static cache")
         return self.cache
 
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
@@ -203,14 +207,15 @@ class Runtime:
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run `tokens` `[B, n]` through the model, or through a draft `path` of it that `compile` returned.
+        """Run `tokens` `[B, n]` through the model, or along a draft `path` that `compile` returned.
 
-        `positions` and `slots` are `[B, n]`, or an int: consecutive from there on, the same for every row. `slots`
-        defaults to the positions. `mask` `[B, n, S]` is true where a token attends to one of the first S slots; the
-        default is causal, the slots up to its own. Keys and values are written before they are read. `rows` selects B
-        cache rows. `logits` selects the tokens that the head is computed for. `hidden` selects the layers whose input
-        residual streams are returned (the number of layers: the last output), `between` those whose streams between
-        attention and MLP are. A skipped sub-layer adds nothing to the stream and writes no keys or values.
+        `positions` and `slots` are `[B, n]`, or an int: consecutive numbers from the int on, the same for every row.
+        `slots` defaults to the positions. `mask` `[B, n, S]` is true where a token attends to one of the first S slots;
+        by default a token attends to all slots up to its own slot. Keys and values are written before they are read.
+        `rows` selects B cache rows. `logits`: whether to compute logits for all tokens, only for the last token of each
+        row, or for none (None). `hidden`: layers whose input hidden states are returned (the number of layers: the last
+        layer's output). `between`: layers whose hidden states between attention and MLP are returned. A skipped
+        sub-layer adds nothing to the residual stream and writes no keys or values.
         """
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
@@ -241,8 +246,9 @@ class Runtime:
     ) -> list[ForwardOutput]:
         """Run one pass over drafts of several sequences, one cache row each.
 
-        Returns an output `[1, 1 + m, ..]` for each draft of m tokens: its root and the draft. If the path is native, an
-        output has the same bits as in a batch of one. Other arguments as in `forward`.
+        Returns an output `[1, 1 + m, ..]` for each draft of m tokens: the draft's root comes first, then its tokens. On
+        a native path each output is bitwise equal to the output of a pass over this draft alone. `logits`: whether to
+        compute logits. `path` and `hidden` are as in `forward`.
         """
         compiled = self._full if path is None else path
         if self._native is not None and compiled.native is not None and self._min_window is None:
@@ -259,15 +265,16 @@ class Runtime:
         return [step.part(row, 1 + len(placement.draft)) for row, placement in zip(batch_rows, placed, strict=True)]
 
     def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a draft path for `forward`, once; a head over a draft vocabulary holds a copy of its weight rows.
+        """Compile a draft path for `forward`; the same path is compiled only once while it is in use.
 
-        Raises `SelfspecError` for layers and tokens that the model does not have, and for a draft vocabulary if the
-        head's weight cannot be read (quantised, adapted, offloaded).
+        A head over a draft vocabulary copies the vocabulary's rows of the head's weight. Raises `SelfspecError` for
+        layers, tokens and trained weights that the model does not have, and for a draft vocabulary if the head's weight
+        cannot be read (quantised, adapted, offloaded).
         """
         return self._paths.get(path)
 
     def extra_bytes(self, path: DraftPath) -> int:
-        """Return the bytes that a draft path takes in addition to the model."""
+        """Return the bytes of memory that a draft path needs in addition to the model."""
         return self._paths.bytes(path)
 
     @torch.inference_mode()
@@ -282,7 +289,10 @@ class Runtime:
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
     ) -> Tensor:
-        """Return what a sub-layer of layer `index` adds to the stream `x` `[B, n, D]`; arguments as in `forward`."""
+        """Return the output of a sub-layer of layer `index` for hidden states `x` `[B, n, D]`, without adding `x`.
+
+        The other arguments are as in `forward`.
+        """
         batch, n, _ = x.shape
         slots = positions if slots is None else slots
         if self._min_window is not None and part == "attention":

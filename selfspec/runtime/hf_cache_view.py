@@ -24,14 +24,14 @@ class ViewedPass:
 
 
 class HFCacheView(TheirCache):  # type: ignore[misc]
-    """A `transformers` cache of all layers, backed by the runtime's cache, for one pass."""
+    """A `transformers` cache that reads and writes the runtime's KV cache, for one pass."""
 
     def __init__(self, viewed_pass: ViewedPass, layers: int) -> None:
         super().__init__(layers=[_Layer(viewed_pass, index) for index in range(layers)])
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values `[B, H_kv, slots, d]`."""
+    """One layer's keys and values `[rows, H_kv, slots, d]`."""
 
     def __init__(self, viewed_pass: ViewedPass, index: int) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         ]
 
     def get_seq_length(self, *_: Any) -> int:
-        """Return the number of slots before those of the pass."""
+        """Return the KV length before this pass: the number of visible slots that the pass does not write."""
         return self._viewed_pass.kv_len - self._viewed_pass.n
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return the KV length and the offset of its first slot, which is 0 as none is dropped."""
+        """Return the KV length and the offset of its first slot, which is 0 as no slot is dropped."""
         return self._viewed_pass.kv_len, 0

@@ -1,8 +1,8 @@
-"""A runtime over the own forward of any causal `transformers` model whose layers have an attention and an MLP.
+"""A runtime over the model's own forward, for causal `transformers` models whose layers have an attention and an MLP.
 
 Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
-the same way; the model reads and writes it through the `transformers` cache interface. A sub-layer is skipped by an
-instance-level forward that returns zeros, set for one pass. No class is patched.
+the same way. The model reads and writes this cache through the `transformers` cache interface. A sub-layer is skipped
+by an instance-level forward that returns zeros, set for one pass. No class is patched.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class GenericPath(CompiledPath):
-    """A draft path of a `GenericRuntime`: its skip set, and its draft vocabulary `[n]`, None for all tokens."""
+    """A draft path of a `GenericRuntime`: its skip set, and the token ids `[n]` of its draft vocabulary (None: all)."""
 
     skip: SkipSet = NOTHING_SKIPPED
     token_ids: Tensor | None = None
 
 
 class GenericRuntime(Runtime):
-    """One model, run by its own forward.
+    """A model that is run by its own forward.
 
-    `trees`: whether the model honours custom attention masks, as tested on opening; if not, drafts are chains, and
-    sequences decode one at a time. Quantised drafting is not supported. Raises `UnsupportedModelError` for a model
-    whose sub-layers cannot be found, or whose logits through this cache differ from those without a cache.
+    `trees`: whether the model honours custom attention masks, as tested on construction. If not, drafts have no
+    branches, and only one sequence is decoded at a time. Quantised drafting is not supported. Raises
+    `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with this KV cache differ from
+    its logits without a cache.
     """
 
     supports_trained = native = False
@@ -68,7 +69,7 @@ class GenericRuntime(Runtime):
         self._forward_params = inspect.signature(self.model.forward).parameters
         self._output_lengths: dict[
             nn.Module, int | None
-        ] = {}  # length of a sub-layer's output tuple; None: a lone tensor
+        ] = {}  # length of a sub-layer's output tuple; None: a single tensor
         kv_heads, head_dim = self._shapes()
         self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
         self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
@@ -97,7 +98,11 @@ class GenericRuntime(Runtime):
 
     @torch.inference_mode()
     def _shapes(self) -> tuple[int, int]:
-        """Return the number of KV heads and their size from a probe pass, which also notes each sub-layer's output."""
+        """Return the number and the size of the KV heads; also record the kind of each sub-layer's output.
+
+        Both are read from a probe pass. Raises `UnsupportedModelError` unless all layers cache keys and values of one
+        shape.
+        """
         device = device_of(self.model.get_input_embeddings())
         probe_cache = DynamicCache()
         parts = (*self._structure.attention, *self._structure.mlp)
@@ -105,7 +110,7 @@ class GenericRuntime(Runtime):
         try:
             self.model(torch.tensor([_PROBE], device=device), past_key_values=probe_cache, use_cache=True)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise UnsupportedModelError(f"{self._name} is not supported: it takes no cache of keys ({error})") from None
+            raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:
             for hook in hooks:
                 hook.remove()
@@ -116,7 +121,7 @@ class GenericRuntime(Runtime):
         shape = shapes.pop() if len(shapes) == 1 and len(probe_cache.layers) == self.layers else None
         if shape is None or len(shape) != 4 or shape[2] != len(_PROBE) or len(self._output_lengths) != len(parts):
             raise UnsupportedModelError(
-                f"{self._name} is not supported: its layers do not each keep keys and values of one shape"
+                f"{self._name} is not supported: its layers do not all cache keys and values of one shape"
             )
         return shape[1], shape[3]
 
@@ -125,7 +130,10 @@ class GenericRuntime(Runtime):
 
     @torch.inference_mode()
     def _checked(self) -> bool:
-        """Return whether tree masks and batches work. Raises `UnsupportedModelError` if not even chains do."""
+        """Return whether the model's logits are right with tree masks and with batches.
+
+        Raises `UnsupportedModelError` if its logits with this KV cache are wrong even for a single sequence.
+        """
         tokens = torch.tensor([_PROBE], device=self.device)
         n = tokens.shape[1]
         theirs = self.model(tokens, use_cache=False).logits
@@ -137,7 +145,7 @@ class GenericRuntime(Runtime):
         with self.session(n + 2):
             ours = [self.forward(tokens[:, a:b], a, rows=slice(0, 1)).logits for a, b in ((0, 3), (3, 4), (4, n))]
             if not close(torch.cat([t for t in ours if t is not None], 1), theirs):
-                raise UnsupportedModelError(f"{self._name} is not supported: its logits differ where keys are kept")
+                raise UnsupportedModelError(f"{self._name} is not supported: its logits with a KV cache are wrong")
             if "position_ids" not in self._forward_params:
                 return False
             try:
@@ -157,7 +165,7 @@ class GenericRuntime(Runtime):
 
     def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         if pool is not None:
-            raise SelfspecError("native passes alone read a cache in blocks, and this model runs itself")
+            raise SelfspecError("paged KV cache: this model runs by its own forward; expected blocks=None")
         self.rows, self.pool = rows, None
         self._lock = threading.Lock()
         self._allocate(0)
@@ -181,14 +189,14 @@ class GenericRuntime(Runtime):
     # -- draft paths -------------------------------------------------------------------------------------------
 
     def compile(self, path: DraftPath) -> GenericPath:
-        """Compile a draft path as `Runtime.compile` does; parts with a quantised mode run in full precision."""
+        """Compile a draft path as `Runtime.compile` does; what has a quantised mode runs unquantised."""
         path.check(self.layers)
         if path.trained is not None:
-            raise SelfspecError(f"the draft path names trained weights, {path.trained}, that are not at hand")
+            raise SelfspecError(f"draft path: its trained weights {path.trained} are not supported here")
         vocabulary, words = self.skeleton.identity.vocabulary or 0, None
         if path.vocabulary is not None:
             if max(path.vocabulary) >= vocabulary:
-                raise SelfspecError(f"a draft vocabulary is of one or more different tokens from 0 to {vocabulary - 1}")
+                raise SelfspecError(f"draft vocabulary: expected different tokens from 0 to {vocabulary - 1}")
             words = torch.tensor(path.vocabulary, device=self.skeleton.device)
         parts = [f"{part} {i}" for part in ("attention", "mlp") for i in range(self.layers)]
         low = [part for part, mode in zip(parts, path.modes(self.layers), strict=True) if mode in BITS]
@@ -196,7 +204,7 @@ class GenericRuntime(Runtime):
         return GenericPath((), _as_it_is, unquantized=tuple(low), skip=path.skip, token_ids=words)
 
     def extra_bytes(self, path: DraftPath) -> int:
-        """Return 0, as a path holds no weights of its own."""
+        """Return 0, as no path of this runtime has weights of its own."""
         return 0
 
     def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
@@ -226,7 +234,7 @@ class GenericRuntime(Runtime):
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run `tokens` as `Runtime.forward` does; a stream `between` is the layer's input plus attention's output."""
+        """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output."""
         batch, n = tokens.shape
         slots = positions if slots is None else slots
         if mask is None and isinstance(slots, Tensor):
@@ -273,7 +281,10 @@ class GenericRuntime(Runtime):
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
     ) -> Tensor:
-        """Return a sub-layer's output as `Runtime.branch` does, by a pass that skips all others and injects `x`."""
+        """Return a sub-layer's output as `Runtime.branch` does.
+
+        The pass skips all other sub-layers, and `x` replaces the input of layer `index`.
+        """
         every = range(self.layers)
         others = SkipSet(
             tuple(i for i in every if (i, "attention") != (index, part)),
@@ -298,13 +309,13 @@ class GenericRuntime(Runtime):
         return left[0] - x
 
     def _skipped(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
-        """Return the sub-layers of a skip set, each with the length of its output tuple."""
+        """Return the sub-layers of a skip set, each with the length of its output tuple (None: a single tensor)."""
         structure = self._structure
         parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
         return [(part, self._output_lengths[part]) for part in parts]
 
     def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Any:
-        """Return an additive mask `[B, 1, n, S]`, or one for each layer type if the model's config names types."""
+        """Return an additive mask `[B, 1, n, S]`, or a dict of masks by layer type if the model has layer types."""
 
         def additive(shown: Tensor) -> Tensor:
             zeros = torch.zeros(shown.shape, dtype=self.dtype, device=shown.device)

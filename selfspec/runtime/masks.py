@@ -23,7 +23,7 @@ class Masks:
     def chain(self, n: int, end: int, window: int | None = None) -> Tensor:
         """Return the causal mask `[n, end]` of n consecutive tokens in the last n of `end` slots.
 
-        With `window`, each token sees only the last `window` slots up to its own.
+        With `window`, each token attends to only the last `window` slots, which include its own slot.
         """
         later = self._later if n <= len(self._later) else self._triangle(n)
         mask = F.pad(later[:n, :n], (end - n, 0))
@@ -32,7 +32,10 @@ class Masks:
         return mask + torch.full_like(mask, -torch.inf).tril(end - n - window)
 
     def additive(self, mask: Tensor) -> Tensor:
-        """Turn a mask `[B, n, S]` (true: visible) into `[B * H_kv, 1, n, S]`, or `[1, 1, n, S]` if B is 1."""
+        """Convert a boolean mask `[B, n, S]` (true: visible) to an additive mask `[B * H_kv, 1, n, S]`.
+
+        If B is 1, the additive mask is `[1, 1, n, S]`.
+        """
         zeros = torch.zeros(mask.shape, dtype=self._dtype, device=self._device)
         additive = zeros.masked_fill_(mask.logical_not(), -torch.inf)
         return (additive if len(mask) == 1 else additive.repeat_interleave(self._kv_heads, dim=0)).unsqueeze(1)

@@ -13,7 +13,7 @@ from selfspec.speculation.tree_batch import PlacedDraft
 
 
 class ModelChecker:
-    """Verifies drafts with the full target; each sequence has one row of the cache."""
+    """Verifies drafts by passes of the full target model; each sequence has one row of the KV cache."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -26,7 +26,10 @@ class ModelChecker:
     def score(
         self, seqs: Sequence[SequenceState], drafts: Sequence[Draft], *, hidden: Sequence[int] = ()
     ) -> list[Scored]:
-        """Run one verification pass over all drafts, each rooted at its sequence's last token."""
+        """Run one verification pass over all drafts, each rooted at its sequence's last token.
+
+        `hidden`: layers whose input hidden states are returned too, as in `Runtime.forward`.
+        """
         placed = [
             PlacedDraft(seq.row, seq.tokens[-1], len(seq.tokens) - 1, draft)
             for seq, draft in zip(seqs, drafts, strict=True)

@@ -15,7 +15,7 @@ from selfspec.models.structure import Structure
 
 @contextmanager
 def skipping(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
-    """Patch these sub-layers to return zeros; the int is the length of the output tuple, None a lone tensor."""
+    """Patch these sub-layers to return zeros; the int is the length of the output tuple (None: a single tensor)."""
     before: list[tuple[nn.Module, Any]] = []
     try:
         for part, gives in parts:
@@ -31,7 +31,7 @@ def skipping(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
 
 
 def _zero_forward(forward: Callable[..., Any], gives: int | None) -> Callable[..., Any]:
-    """Return a forward that outputs zeros, or the residual if the sub-layer adds to one itself (Bloom)."""
+    """Return a forward that outputs zeros, or its argument `residual` if the sub-layer adds the residual (Bloom)."""
     signature = inspect.signature(forward)
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
@@ -47,10 +47,11 @@ def _zero_forward(forward: Callable[..., Any], gives: int | None) -> Callable[..
 def capture_hidden(
     structure: Structure, hidden: Sequence[int], between: Sequence[int]
 ) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
-    """Capture the inputs of layers `hidden`, and the streams between attention and MLP of layers `between`.
+    """Capture the inputs of layers `hidden`, and the hidden states between attention and MLP of layers `between`.
 
-    In `hidden`, an index equal to the number of layers is the last layer's output. A stream between attention and MLP
-    is the layer's input plus its attention's output.
+    Yields two dicts of hidden states by layer, which the pass fills. In `hidden`, an index equal to the number of
+    layers stands for the last layer's output. The hidden states between attention and MLP are the layer's input plus
+    its attention's output.
     """
     streams, entered, halves = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     last = len(structure.layers)
@@ -85,6 +86,6 @@ def capture_hidden(
 
 
 def first_of(out: Any) -> Tensor:
-    """Return a module's output, or the first entry if it is a tuple."""
+    """Return a module's output `out`, or its first entry if the output is a tuple."""
     first: Tensor = out[0] if isinstance(out, tuple) else out
     return first

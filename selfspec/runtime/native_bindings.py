@@ -1,7 +1,7 @@
-"""Whole passes in one native call, for layers that `native.cpp` can compute entirely.
+"""Whole forward passes in one native call, for models whose layers `native.cpp` can compute entirely.
 
-A native pass costs little more than its products; an eager one takes as long again between its many small operations.
-All is computed in float32, but the KV cache has the model's dtype.
+A native pass takes little longer than its matrix products. An eager pass takes about twice as long, as its many small
+operations have overhead. Native passes compute in float32; the KV cache has the model's dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.tree_batch import PlacedDraft, tree_mask
 
 __all__ = ["ROWS", "NativeBatch", "NativePass", "native_pass"]
-_LONGEST_VECTOR = 16  # float32 values; sizes have to be multiples of it
+_LONGEST_VECTOR = 16  # float32 values; sizes of a native model have to be multiples of this number
 
 
 class NativePass:
@@ -51,9 +51,10 @@ class NativePass:
     def run(
         self, stream: Tensor, batch: NativeBatch, keep: Sequence[int] = (), normed: bool = True
     ) -> tuple[Tensor | None, Sequence[Tensor]]:
-        """Run the layers over the stream `[n, D]`, float32, in place.
+        """Run the layers over the residual stream `[n, D]` (float32), which is changed in place.
 
-        Returns the output of the last norm `[n, D]`, or None unless `normed`, and the input streams of layers `keep`.
+        Returns the output of the last norm `[n, D]` (None unless `normed`), and for each layer in `keep` its input
+        hidden states `[n, D]`.
         """
         functions, place, threads = self._functions, ctypes.addressof(batch.slots_struct), torch.get_num_threads()
         out = torch.empty_like(stream) if normed else None
@@ -125,7 +126,10 @@ class NativeBatch:
         return self
 
     def for_drafts(self, placed: Sequence[PlacedDraft]) -> NativeBatch:
-        """Set up a pass over several drafts, each root first. Raises `RuntimeError` for positions out of range."""
+        """Set up a pass over drafts, each with its root first.
+
+        Raises `RuntimeError` for positions or slots out of range.
+        """
         positions, slots, masks = array("q"), array("q"), list[Tensor]()
         self.slots_struct, segments = self._drafts_struct, (Segment * len(placed))()
         place, last = self.slots_struct, len(self._tables[0])
@@ -154,7 +158,7 @@ class NativeBatch:
 
 
 def _beyond(place: int, end: int) -> RuntimeError:
-    return RuntimeError(f"positions and slots go from 0 to {end - 1}; expected no {place}")
+    return RuntimeError(f"position or slot {place}: expected 0 to {end - 1}")
 
 
 def native_pass(
@@ -165,8 +169,8 @@ def native_pass(
 ) -> NativePass | None:
     """Return the blocks of a path as one native pass, or None unless native code can compute every block.
 
-    It computes float32 or bfloat16 models on a CPU with RMSNorm, native products, RoPE over whole heads, and a gated
-    MLP with SiLU, whose sizes are multiples of 16. `scaling` multiplies queries after RoPE.
+    Native code computes float32 or bfloat16 models on a CPU with RMSNorm, native products, RoPE over whole heads, and a
+    gated MLP with SiLU, whose sizes are multiples of 16. `scaling` multiplies queries after RoPE.
     """
     plain = all(size % _LONGEST_VECTOR == 0 for size in (sizes.hidden, sizes.head_dim, sizes.intermediate))
     if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):
@@ -201,7 +205,7 @@ def native_pass(
 
 
 def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, NativeProduct] | None:
-    """Return a sub-layer's norm, input product and output product, or None if any is not native."""
+    """Return a sub-layer's norm, input product and output product; None if native code cannot compute one of them."""
     plain = getattr(part, "plain", None)
     if plain is None or not isinstance(part.norm, (ScaledNorm, RoundedNorm)):
         return None

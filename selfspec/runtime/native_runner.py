@@ -1,4 +1,4 @@
-"""Runner of native passes, over tokens of one cache row or over drafts of several."""
+"""Runner of native passes: over the tokens of one cache row, or over the drafts of several rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.tree_batch import PlacedDraft
 
-CHUNK = 128  # tokens of one call: the workspace stays small, and each weight read still serves many tokens
+CHUNK = 128  # most tokens of one native call: keeps the workspace small, while each weight read serves many tokens
 
 
 class NativeRunner:
-    """Native passes over one cache with transposed keys, along native paths."""
+    """Runs native passes over one KV cache with transposed keys, along draft paths that have a native pass."""
 
     def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
         self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
@@ -65,7 +65,7 @@ class NativeRunner:
     def forward_drafts(
         self, compiled: CompiledPath, placed: Sequence[PlacedDraft], *, hidden: Sequence[int], logits: bool
     ) -> list[ForwardOutput]:
-        """Run `Runtime.over`; each token's output has the same bits as in a batch of one."""
+        """Run `Runtime.forward_drafts`; each draft's output is bitwise equal to that of a pass over the draft alone."""
         ids: list[int] = []
         for placement in placed:
             ids += (placement.root, *placement.draft.tokens)
@@ -91,7 +91,7 @@ class NativeRunner:
     def _run(
         self, compiled: CompiledPath, tokens: Tensor, batch: NativeBatch, hidden: Sequence[int], logits: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        """Return the head's input `[n, D]` for tokens `[1, n]`, None unless `logits`, and the streams `hidden`."""
+        """Return the head's input `[n, D]` of tokens `[1, n]` (None unless `logits`), and the inputs of `hidden`."""
         assert compiled.native is not None
         stream = self._embed(tokens)[0].float()
         inner = [layer for layer in hidden if layer < self._layers]

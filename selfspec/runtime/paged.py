@@ -12,11 +12,11 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.sizes import Sizes
 from selfspec.runtime.cache_rows import CacheRows
 
-BLOCK = 64  # slots of a block: whole vectors of keys, also where kernels read four vectors at a time
+BLOCK = 64  # slots per block: a multiple of what kernels read at once, which is up to four vectors
 
 
 class BlockTables(NamedTuple):
-    """A number of blocks, and block tables by cache row: those of a cache to share them with; None: new tables."""
+    """A pool of `blocks` blocks, and the block table of each cache row (None: the cache creates empty tables)."""
 
     blocks: int
     tables: list[list[int]] | None = None
@@ -26,22 +26,22 @@ class PagedCache(CacheRows):
     """Keys `[L, blocks, H_kv, d, BLOCK]` and values `[L, blocks, H_kv, BLOCK, d]`, which only native passes read.
 
     `tables[row]` are the numbers of a row's blocks in order: slot s is in block `tables[row][s // BLOCK]`. The block
-    allocator writes the tables, between any two passes. Rows may share the blocks of a common prefix. No row has more
-    than `slots` slots. `pool` is passed to another cache to share the tables with it.
+    allocator may change the tables between passes. Rows may share the blocks of a common prefix. No row has more than
+    `slots` slots. Pass the attribute `pool` to another cache to share the tables.
     """
 
     def __init__(self, sizes: Sizes, layers: int, pool: BlockTables, *, rows: int, slots: int) -> None:
         super().__init__(rows, min(pool.blocks, -(-slots // BLOCK)) * BLOCK)
         tables = [list[int]() for _ in range(rows)] if pool.tables is None else pool.tables
         if len(tables) != rows or pool.blocks < 1:
-            raise SelfspecError(f"{len(tables)} tables of {pool.blocks} blocks; expected {rows} tables, and blocks")
+            raise SelfspecError(f"{len(tables)} tables of {pool.blocks} blocks; expected {rows} tables of 1 or more")
         self.tables, self.blocks, self.pool = tables, pool.blocks, BlockTables(pool.blocks, tables)
         shape, dtype = (layers, pool.blocks, sizes.kv_heads), sizes.dtype
         self.keys = torch.zeros((*shape, sizes.head_dim, BLOCK), dtype=dtype)
         self.values = torch.zeros((*shape, BLOCK, sizes.head_dim), dtype=dtype)
         self._cached_tables: list[tuple[list[int], array[int]]] = [
             ([], array("q"))
-        ] * rows  # tables as last read, and as int64
+        ] * rows  # each row's table as last read, and its int64 copy
 
     @property
     def bytes(self) -> int:
@@ -49,14 +49,14 @@ class PagedCache(CacheRows):
         return self.keys.nbytes + self.values.nbytes
 
     def blocks_of(self, row: int) -> tuple[int, int]:
-        """Return the address of a row's block table, and the row's number of slots.
+        """Return the address of the row's int64 block table, and the row's number of slots.
 
         Raises `SelfspecError` for block numbers out of range.
         """
         table = self.tables[row]
         if self._cached_tables[row][0] != table:
             if not 0 <= min(table, default=0) <= max(table, default=0) < self.blocks:
-                raise SelfspecError(f"blocks have the numbers 0 to {self.blocks - 1}; row {row} is given {table}")
+                raise SelfspecError(f"block table of row {row}: {table}; expected numbers from 0 to {self.blocks - 1}")
             self._cached_tables[row] = list(table), array("q", table)
         return self._cached_tables[row][1].buffer_info()[0], min(len(table) * BLOCK, self.slots)
 

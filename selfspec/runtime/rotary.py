@@ -12,10 +12,10 @@ from selfspec.models.skeleton import Skeleton
 
 
 class RotaryTable:
-    """Cosines and sines `[positions, 1, d]` of one RoPE, both scaled: rotated x is x * cos + x[`partner`] * sin.
+    """Cosines and sines `[positions, 1, d]` of one RoPE, times `scale`: rotated x is x * cos + x[`partner`] * sin.
 
-    `partner` `[d]` is the dimension that each dimension is paired with; None: the one d / 2 away. `keep` is the
-    identity `[d, d]`, in the dtype and on the device of the model's first layer.
+    `partner` `[d]` is the index of the dimension that each dimension is rotated with (None: the dimension d / 2 away).
+    `keep` is the identity matrix `[d, d]`, in the dtype and on the device of the model's first layer.
     """
 
     def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:
@@ -32,7 +32,7 @@ class RotaryTable:
             partner[:rotary_dim] = partner[:rotary_dim] ^ 1
         else:
             partner[:rotary_dim] = partner[:rotary_dim].roll(rotary_dim // 2)
-        sign = (partner > torch.arange(d, device=keep.device)).to(keep) * -2 + 1  # the first of a pair takes -x2
+        sign = (partner > torch.arange(d, device=keep.device)).to(keep) * -2 + 1  # of a pair, x1 gets -x2 * sin
         rest = d - rotary_dim
         self.cos = F.pad(cos, (0, rest), value=1.0).unsqueeze(1) * scale
         self.sin = (F.pad(sin, (0, rest)) * sign).unsqueeze(1) * scale
@@ -40,7 +40,7 @@ class RotaryTable:
         self._keep, self._swap = keep, keep[partner]
 
     def rotation(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the rotation of tokens at `positions`, as matrices if `matrix`; see `AttentionInputs.turn`."""
+        """Return the rotation of tokens at `positions`, as matrices if `matrix`; shapes as in `AttentionInputs`."""
         if isinstance(positions, int):
             cos, sin = self.cos.narrow(0, positions, n), self.sin.narrow(0, positions, n)
             if batch > 1:
@@ -54,7 +54,7 @@ class RotaryTable:
 
 
 def rotary_tables(skeleton: Skeleton, positions: int, scale: float) -> list[tuple[AttentionSpec, RotaryTable]]:
-    """Return the model's attention specs, each with its rotary table."""
+    """Return each of the model's attention specs with its rotary table; `scale` multiplies all cosines and sines."""
     keep = torch.eye(skeleton.sizes.head_dim, dtype=skeleton.sizes.dtype, device=skeleton.device)
     ropes = {
         attention_spec.rope: RotaryTable(attention_spec.rope, positions, keep, scale)

@@ -1,8 +1,8 @@
-"""Tensor parallel processes: the first process decides everything, the others run their part of each pass.
+"""Tensor parallel processes: the first process decides everything, the others compute their shards of each pass.
 
 The first process's runtime (`LeadingRuntime`) sends the others (`Follower`) each pass before it runs it, and each move
-within the cache. Sampling, timing, clocks and the network are therefore read in the first process only, and the others
-can never decide differently. Commands are broadcast over gloo on the CPU, whatever the backend of the model's sums.
+within the cache. Only the first process samples, measures times and serves requests, so that the processes can never
+decide differently. Commands are broadcast over gloo on the CPU, whatever backend the model's all-reduces use.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from selfspec.runtime.paged import BlockTables
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import DraftPath
 
-_FOR_EVER = timedelta(days=3650)  # timeout of followers waiting for a command; they notice the leader's end sooner
+_FOR_EVER = timedelta(days=3650)  # timeout of followers; they notice sooner that the first process ended
 _FIRST = 4096  # bytes of the first message, which fits most commands: each message costs a round trip
-_LOST = "a pass was broken off between the processes that share the model, which cannot go on; start them again"
+_LOST = "tensor parallel: a pass was interrupted, so the processes are out of step; start all processes again"
 
 Command = tuple[str, int, tuple[Any, ...]]
 """A command: its name, the number of the runtime or path, and its arguments."""
@@ -44,9 +44,11 @@ Command = tuple[str, int, tuple[Any, ...]]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class WorkerGroup:
-    """The channel from the first process to the others. A command without collective work waits for the next pass.
+    """The channel that sends commands from the first process to all other processes.
 
-    `under_way` is true while all processes run one command together, and stays true if that was interrupted.
+    A command without collective work (`enqueue`) is sent together with the next `collective` command. `under_way` is
+    true while all processes run one command together, and stays true if that command was interrupted. `numbers` yields
+    the numbers of new runtimes and paths.
     """
 
     group: Any = field(default_factory=lambda: dist.new_group(backend="gloo", timeout=_FOR_EVER))
@@ -61,9 +63,9 @@ class WorkerGroup:
 
     @contextmanager
     def collective(self, what: str, number: int, *args: Any) -> Iterator[None]:
-        """Send a command now; the body of the context is this process's part of it, in step with the others.
+        """Send a command now; the body of the context runs this process's share, in step with the other processes.
 
-        Raises `SelfspecError` if another process is gone, or if an earlier command was interrupted, as the processes
+        Raises `SelfspecError` if another process has ended, or if an earlier command was interrupted, as the processes
         are then out of step.
         """
         with self.lock:
@@ -97,7 +99,7 @@ class WorkerGroup:
         return commands
 
     def _broadcast(self, data: bytearray) -> bytearray:
-        """Overwrite `data` in the other processes with the first process's."""
+        """Broadcast `data` from the first process, overwriting `data` in all other processes; return `data`."""
         dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self.group)
         return data
 
@@ -118,8 +120,8 @@ class WorkerGroup:
 def runtime_over(model: Any) -> Runtime:
     """Return a runtime over a tensor parallel model.
 
-    Every process has to call this function, and only the first returns: the others follow the first until it ends, then
-    raise `SystemExit`. Raises as `Runtime` does.
+    Every process has to call this function. Only the first process returns: all others run its commands until the first
+    process ends, then raise `SystemExit`. Raises as `Runtime` does.
     """
     team = WorkerGroup()
     if dist.get_rank() == 0:
@@ -129,12 +131,12 @@ def runtime_over(model: Any) -> Runtime:
 
 
 def check_runtime_unsharded(runtime: Runtime, what: str) -> None:
-    """Raise `SelfspecError` if a runtime's model is tensor parallel, as `what` reads whole weights."""
+    """Raise `SelfspecError` if a runtime's model is tensor parallel; `what` (in the message) reads whole weights."""
     check_unsharded(runtime.model, what)
 
 
 class LeadingRuntime(Runtime):
-    """The first process's runtime: the others run each pass and each cache move with it, on their own shards."""
+    """The first process's runtime: all other processes run each pass and each cache move too, on their own shards."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
         self._team, self._number = team, 0
@@ -144,7 +146,7 @@ class LeadingRuntime(Runtime):
         weakref.finalize(self, team.end)
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """Return another runtime with a cache of its own, in all processes."""
+        """Return another runtime with a new KV cache, created in all processes."""
         other = super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
         assert isinstance(other, LeadingRuntime)
         other._number = next(self._team.numbers)
@@ -154,7 +156,7 @@ class LeadingRuntime(Runtime):
         return other
 
     def reserve(self, slots: int) -> None:
-        """Grow the cache in all processes. Raises as `Runtime.reserve` does, also if another process has no memory."""
+        """Grow the cache in all processes. Raises as `Runtime.reserve`, also if another process runs out of memory."""
         if slots <= self.cache.slots:
             return
         with self._team.collective("reserve", self._number, slots, list(self.cache.length)):
@@ -176,9 +178,9 @@ class LeadingRuntime(Runtime):
         self._static_cache.on_move = partial(self._team.enqueue, "move", self._number)
 
     def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a path in all processes. Raises as `Runtime.compile` does, and for trained paths."""
+        """Compile a path in all processes. Raises as `Runtime.compile`, and for paths with trained weights."""
         if path.trained is not None:
-            raise SelfspecError("trained paths read whole weights; expected a path without them in tensor parallel")
+            raise SelfspecError("draft path: trained weights are not supported in tensor parallel")
         compiled = super().compile(path)
         if compiled not in self._numbers:
             number = self._numbers[compiled] = next(self._team.numbers)
@@ -233,7 +235,7 @@ class LeadingRuntime(Runtime):
 
 
 def _sent(value: Any) -> Any:
-    """Move a tensor to the CPU to be sent, as the other processes have devices of their own."""
+    """Return a tensor on the CPU, to be sent to processes on other devices; return any other value unchanged."""
     return value.cpu() if isinstance(value, Tensor) else value
 
 
@@ -246,14 +248,14 @@ def _in_passes(call: Call, team: WorkerGroup) -> Call:
 
     def called(x: Tensor) -> Tensor:
         if not team.under_way:
-            raise SelfspecError("this reads the embedding, which is spread over processes; it is not for such a model")
+            raise SelfspecError("tensor parallel: the embedding is sharded and can be read in passes only")
         return call(x)
 
     return called
 
 
 class Follower:
-    """The command loop of a process other than the first, which runs its part of each command."""
+    """The command loop of a process other than the first, which runs its share of each command."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
         self._team, self._first = team, Runtime(model)
@@ -270,7 +272,7 @@ class Follower:
         }
 
     def run(self) -> None:
-        """Run commands until the first process sends "end". Raises `SelfspecError` if that process is lost."""
+        """Run commands until the first process sends "end". Raises `SelfspecError` if the other processes are lost."""
         what = ""
         while what != "end":
             try:
@@ -278,7 +280,7 @@ class Follower:
                     if what != "end":
                         self._handlers[what](number, *args)
             except RuntimeError as error:
-                message = f"process {dist.get_rank()} has lost the others that share the model: {reason(error)}"
+                message = f"process {dist.get_rank()} has lost the other tensor parallel processes: {reason(error)}"
                 raise SelfspecError(message) from error
 
     def _forward(self, number: int, tokens: Tensor, positions: int | Tensor, path: int | None, more: Any) -> None:

@@ -1,6 +1,6 @@
-"""Workspaces: the tensors that a pass computes in, allocated once for each shape together with all their views.
+"""Workspaces: the tensors that a pass computes in, allocated once for each shape, together with their views.
 
-A small model spends as much time on making tensors and views as on arithmetic.
+A pass of a small model takes as long to create tensors and views as to compute.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from selfspec.models.sizes import Sizes
 class Scratch:
     """The workspace of tokens `[B, n]`, N = B * n rows. `stream` `[N, D]` is the residual stream, changed in place.
 
-    `stream_with_eps` `[N, D + 1]` is the stream plus a column of sqrt(D * eps): RMSNorm divides a row by the length of
-    its row here over sqrt(D). `qkv` has the views `qk` `[N, H + H_kv, d]` before RoPE, and `v`. `rotated` is `qk` after
-    RoPE, with views `q` and `k`. If N is 1, `single_row` is the pair of `qk` and `rotated` `[H + H_kv, d]`, else None.
-    `k` and `v` are `[B, n, H_kv, d]`; `k_to_write` and `v_to_write` `[B, H_kv, n, d]`. `attention_out` `[N, H * d]` is
-    attention's output.
+    `stream_with_eps` `[N, D + 1]` is the stream plus a column of sqrt(D * eps). RMSNorm divides each row of the stream
+    by the Euclidean norm of the same row of `stream_with_eps`, divided by sqrt(D). `qkv` has the views `qk` `[N, H +
+    H_kv, d]`, before RoPE, and `v`. `rotated` is `qk` after RoPE, with the view `k`. `q` holds the queries of `rotated`
+    `[B * H_kv, G, n, d]`: a view if N is 1, else a copy that `gather_q` makes. If N is 1, `single_row` is the pair of
+    `qk` and `rotated` as `[H + H_kv, d]`, else None. `k` and `v` are `[B, n, H_kv, d]`; `k_to_write` and `v_to_write`
+    are the same as `[B, H_kv, n, d]`. `attention_out` `[N, H * d]` is attention's output before its output projection.
     """
 
     def __init__(self, sizes: Sizes, batch: int, n: int, device: torch.device) -> None:
@@ -56,7 +57,7 @@ class Scratch:
         self.activated = empty(rows, s.intermediate)
 
     def copy_stream(self) -> Tensor:
-        """Return a copy of the current stream, `[B, n, D]`."""
+        """Return a copy of the residual stream, `[B, n, D]`."""
         return self.stream.clone().view(self.batch, self.n, -1)
 
     def gather_q(self) -> None:
@@ -70,7 +71,7 @@ class Scratch:
 
 
 class ScratchPool:
-    """A cache of workspaces for narrow passes; wide ones are allocated for each pass."""
+    """A cache of workspaces for passes over few tokens; larger workspaces are allocated for each pass."""
 
     MAX_CACHED_ROWS, MAX_CACHED = 64, 24
 
@@ -79,7 +80,7 @@ class ScratchPool:
         self._cached: dict[Any, Scratch] = {}
 
     def get(self, batch: int, n: int, device: torch.device) -> Scratch:
-        """Return a workspace for tokens `[batch, n]`; its former contents are overwritten."""
+        """Return a workspace for tokens `[batch, n]`, whose contents are those of an earlier pass or undefined."""
         key = (batch, n, device)
         scratch = self._cached.get(key)
         if scratch is None:
@@ -91,7 +92,7 @@ class ScratchPool:
         return scratch
 
     def moved(self, scratch: Scratch, device: torch.device) -> Scratch:
-        """Return a workspace on another device, with a copy of the stream of `scratch`."""
+        """Return a workspace on another device, with a copy of the residual stream of `scratch`."""
         there = self.get(scratch.batch, scratch.n, device)
         there.stream.copy_(scratch.stream)
         return there

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server over a model that drafts for itself. A `Batch` does the decoding."""
+"""The OpenAI-compatible HTTP server for a model that drafts for itself; a `Batch` decodes the requests."""

@@ -35,8 +35,10 @@ def _add_looks(app: FastAPI, service: Service) -> None:
     started, shown = int(time.time()), page()
 
     def model(name: str) -> dict[str, Any]:
-        own = {"context": service.reader.context, "chat": service.reader.has_chat_template}
-        return {"id": name, "object": "model", "created": started, "owned_by": "selfspec", "selfspec": own}
+        reader = service.reader
+        own = {"context": reader.max_model_len, "chat": reader.has_chat_template}
+        named = {"id": name, "object": "model", "created": started, "owned_by": "selfspec"}
+        return {**named, "max_model_len": reader.max_model_len, "selfspec": own}
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -71,12 +73,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    problem = {404: "no such path", 405: f"{request.method} is not for this path"}.get(error.status_code, error.detail)
+    problem = {404: "no such path", 405: f"{request.method} is not allowed here"}.get(error.status_code, error.detail)
     served = "served: POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, /"
     api_error = ApiError(error.status_code, f"{problem}; {served}", headers=dict(error.headers or {}))
     return refusal(api_error)
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    logging.getLogger(__name__).error("an answer failed: %s", type(error).__name__)
+    logging.getLogger(__name__).error("a request failed: %s", type(error).__name__)
     return refusal(ApiError(500, "the server failed; its log says how"))

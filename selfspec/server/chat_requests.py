@@ -1,4 +1,4 @@
-"""The messages of a chat request, read into the roles and texts that a chat template takes."""
+"""Conversion of a chat request's messages to the roles and texts that a chat template takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from selfspec.server.errors import wrong
 from selfspec.text.prompt import Message
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_READ = ("role", "content", "name")  # a name is accepted, but the model does not see it
+_READ = ("role", "content", "name")  # a name is accepted, but not passed to the template
 _NOTHING: tuple[Any, ...] = (None, [], "", {})
 
 
 def read_messages(messages: list[Any]) -> list[Message]:
-    """Return the messages with multi-part contents joined. Raises `ApiError` that names the message."""
+    """Return the messages, the parts of each content joined. Raises `ApiError`, which names the wrong message."""
     if not messages:
         raise wrong("messages: the list is empty; expected at least one message of the user", "messages")
     return [_message(entry, f"messages[{number}]") for number, entry in enumerate(messages)]
@@ -39,5 +39,5 @@ def _content(content: Any, where: str) -> str:
         raise wrong(f"{where}: expected a text, or parts of type 'text'", where)
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise wrong(f"{where}: expected parts of type 'text', each with its text; no other kind is served", where)
+            raise wrong(f"{where}: expected parts of type 'text', each with a text; other types are not served", where)
     return "".join(part["text"] for part in content)

@@ -7,12 +7,16 @@ from typing import Any
 
 from selfspec.basics.errors import one_line
 
-MOST = 500  # characters of a message, which may quote the request
+MOST = 500  # maximum characters of a message, which may quote the request
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An error for the client: `status` (4xx: a wrong or too early request; 5xx: the server's state) and a message."""
+    """An error response in the OpenAI API's format.
+
+    `status`: the HTTP status. `param`: the request field that is wrong; None if it is no single field. `code`: the
+    API's machine-readable code, if any. `headers`: further response headers.
+    """
 
     def __init__(
         self,
@@ -35,5 +39,5 @@ class ApiError(Exception):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400 error for a request that cannot be served as it is."""
+    """Return an error of status 400, for a request that is invalid or not supported."""
     return ApiError(400, message, param=param, code=code)

@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests, tokens, drafted and accepted tokens, queue and latencies."""
+"""Prometheus metrics: requests, tokens, drafted and accepted tokens, queue length and latencies."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from selfspec.server.worker_pool import WorkerPool
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_COUNTS = {  # a batch's counters, and their help texts
-    "rounds": "full passes that verified drafts",
+_COUNTS = {  # counters of `BatchCounters`, and their help texts
+    "rounds": "verification passes",
     "tokens": "new tokens",
-    "drafted": "tokens drafted one after the other",
+    "drafted": "drafted tokens that were verified",
     "accepted": "drafted tokens that were accepted",
-    "reused": "tokens of prompts whose keys were there already",
-    "evicted": "how often a text was driven out for want of memory, and read again",
+    "reused": "prompt tokens found in the KV cache",
+    "evicted": "preemptions: texts that lost their KV cache to make room and were prefilled again",
 }
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own."""
+    """The metrics of one server, in a separate Prometheus registry."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._registry = CollectorRegistry()
@@ -39,16 +39,16 @@ class Metrics:
         self._queue, self._first, self._token, self._duration = (
             Histogram(f"selfspec_{name}_seconds", help_text, buckets=buckets, registry=self._registry)
             for name, help_text, buckets in (
-                ("queue", "from a request's arrival to its first row", _SECONDS),
+                ("queue", "from a request's arrival until its first text gets a cache row", _SECONDS),
                 ("time_to_first_token", "from a request's arrival to its first token", _SECONDS),
-                ("time_per_token", "from a text's first token to its end, for each further token", _TOKEN_SECONDS),
+                ("time_per_token", "seconds from first token to end, for each further token", _TOKEN_SECONDS),
                 ("request", "from a request's arrival to its end", _SECONDS),
             )
         )
 
     @property
     def mean_seconds(self) -> float:
-        """The mean seconds of a request, an exponential moving average over the recent ones."""
+        """The mean seconds of a request: an exponential moving average over recent requests."""
         return self._mean
 
     def ended(self, call: Call) -> None:
@@ -72,7 +72,7 @@ class Metrics:
 
 
 class _PoolCollector:
-    """The metrics that the pool and its replicas count themselves, collected at every scrape."""
+    """Collector of the counts that the worker pool and its replicas keep, read at every scrape."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -83,16 +83,16 @@ class _PoolCollector:
         for name, help_text in _COUNTS.items():
             yield CounterMetricFamily(f"selfspec_{name}", help_text, sum(getattr(counts, name) for counts in counters))
         by_source = _sum(dict(counts.by_source) for counts in counters)
-        yield _labelled("selfspec_accepted_by_source", "accepted tokens by who came up with them", "source", by_source)
+        yield _labelled("selfspec_accepted_by_source", "accepted tokens by their source", "source", by_source)
         by_load = _sum(dict(counts.drafted_by_load) for counts in counters)
-        yield _labelled("selfspec_drafted_by_load", "drafted tokens by how many texts ran", "running", by_load)
-        yield GaugeMetricFamily("selfspec_running", "texts that are decoded", pool.running)
-        yield GaugeMetricFamily("selfspec_waiting", "texts that wait for a row", pool.waiting)
+        yield _labelled("selfspec_drafted_by_load", "drafted tokens by the texts in the round", "running", by_load)
+        yield GaugeMetricFamily("selfspec_running", "texts that are being decoded", pool.running)
+        yield GaugeMetricFamily("selfspec_waiting", "texts that wait for a cache row", pool.waiting)
         yield GaugeMetricFamily(
-            "selfspec_places", "token places in memory", sum(replica.num_slots for replica in pool.replicas)
+            "selfspec_places", "slots of the KV cache", sum(replica.num_slots for replica in pool.replicas)
         )
         yield GaugeMetricFamily(
-            "selfspec_places_free", "those that are free", sum(replica.free for replica in pool.replicas)
+            "selfspec_places_free", "free slots of the KV cache", sum(replica.free for replica in pool.replicas)
         )
 
 

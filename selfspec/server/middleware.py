@@ -1,10 +1,9 @@
-"""The middleware around every request: a request id, the API key check, one line in the log."""
+"""The middleware around every request: it assigns a request id, checks the API key and writes one log line."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from uuid import uuid4
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from selfspec.basics.files import json_line
 from selfspec.server.errors import ApiError
 
-NOTES = "selfspec.notes"  # key of a request's scope: further fields of its log line
+NOTES = "selfspec.notes"  # key in a request's ASGI scope, under which handlers add fields to the request's log line
 _POLLED = ("/health", "/metrics")  # paths that are not logged: machines poll them
 Log = Callable[[dict[str, Any]], None]
 
@@ -25,12 +25,12 @@ Log = Callable[[dict[str, Any]], None]
 def log_line(entry: dict[str, Any]) -> None:
     """Write one JSON line to standard error; a closed stream is ignored."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        sys.stderr.write(json_line(entry) + "\n")
         sys.stderr.flush()
 
 
 def refusal(error: ApiError) -> JSONResponse:
-    """Return an error as a response."""
+    """Return the HTTP response for an error."""
     return JSONResponse(error.as_dict(), error.status, error.headers)
 
 
@@ -70,7 +70,7 @@ class AuthMiddleware:
         return None
 
     def _known(self, scope: Scope) -> bool:
-        """Return whether a request may pass; the key is compared in constant time."""
+        """Return whether a request has the API key or needs none; the key is compared in constant time."""
         if self._key is None or not scope["path"].startswith("/v1"):
             return True
         authorization = dict(scope["headers"]).get(b"authorization", b"")

@@ -1,4 +1,4 @@
-"""The web page for trying a model: one file, which loads nothing from any other server."""
+"""The web page for trying a model: one HTML file, which loads nothing from any other server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = (
 
 
 def page() -> str:
-    """Return the page, with the colours and meanings that token origins have everywhere."""
+    """Return the page's HTML, with the colours and explanations of token origins that notebooks show too."""
     styles = "\n".join(f".{_name(origin)} {{ {look.css} }}" for origin, look in LOOKS.items())
     legend = " ".join(
         f'<span class="{_name(origin)}" title="{escape(origin.meaning)}">{escape(origin)}</span>' for origin in Origin

@@ -8,9 +8,10 @@ from transformers import LogitsProcessor
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """Logits processor that subtracts `frequency` per occurrence of a token in the new text, and `presence` if any.
+    """Logits processor that penalises tokens which the new text contains already.
 
-    It depends on the tokens so far alone, as every processor must. `prompt`: the number of tokens before the new text.
+    It subtracts `frequency` for each occurrence of a token, and `presence` once if the token occurs. The result depends
+    only on the tokens so far, as it must for every processor. `prompt`: the number of tokens before the new text.
     """
 
     def __init__(self, prompt: int, *, presence: float, frequency: float) -> None:

@@ -1,4 +1,4 @@
-"""Parsing of requests: from a request's body to prompts as token ids and the decoding options of each text."""
+"""Conversion of a request's body to prompts as token ids, and to the decoding options of each requested text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from selfspec.text.guided import Guide
     from selfspec.text.prompt import Prompt
 
-_GUIDES = 32  # JSON schemas whose guides are cached
+_GUIDES = 32  # maximum number of JSON schemas whose guides are cached
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """One requested text: its prompt, its decoding options and, if it was made already, its plan."""
+    """One requested text: its prompt (token ids), its decoding options, and its plan if that has been made already."""
 
     prompt: tuple[int, ...]
     options: Options
@@ -38,9 +38,10 @@ class TextRequest:
 class ParsedRequest:
     """A parsed request, as far as the worker pool and the responses need it.
 
-    `texts`: n for each prompt, in order. `shown`: the text before each in the response (`echo`). `prompt_tokens`: the
-    tokens of each prompt, counted once. `top`: as `Batch.add` takes it. `usage`: report the usage in a stream.
-    `sources`: report the origin of each piece of text.
+    `texts`: `n` texts for each prompt, in the prompts' order. `shown`: for each text, the prompt's text if the request
+    asks to `echo` it, else "". `prompt_tokens`: the tokens of all prompts, each prompt counted once. `top`: the number
+    of top log probabilities per token, as in `Batch.add`. `stream`: stream the response. `usage`: report the usage in a
+    stream. `sources`: report the origin of each piece of text.
     """
 
     model: str
@@ -54,16 +55,20 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Parser of requests for one model. Its methods are slow for long prompts; call them from one thread at a time."""
+    """Parser of requests for one model. Its methods are slow for long prompts; call them from one thread at a time.
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
-        self._llm, self._settings = llm, settings
+    `longest`: the most tokens of one sequence that the KV cache of every replica holds.
+    """
+
+    def __init__(self, llm: LLM, settings: Settings, *, longest: int) -> None:
+        self._llm, self._settings, self._longest = llm, settings, longest
         self._guides: OrderedDict[str, Guide] = OrderedDict()
 
     @property
-    def context(self) -> int:
-        """The model's context length in tokens."""
-        return int(self._llm.runtime.skeleton.context)
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its new text: what the context, the KV cache and `max_model_len` allow."""
+        positions = min(int(self._llm.runtime.skeleton.context), self._longest)
+        return min(positions + 1, self._settings.max_model_len or positions + 1)  # the last token needs no position
 
     @property
     def has_chat_template(self) -> bool:
@@ -71,7 +76,7 @@ class RequestParser:
         return bool(getattr(self._llm.tokenizer, "chat_template", None))
 
     def check_model(self, name: str) -> None:
-        """Raise `ApiError` for a model other than the served ones."""
+        """Raise `ApiError` if no served model has this name."""
         if name not in self._settings.names:
             served = ", ".join(self._settings.names)
             raise ApiError(
@@ -92,7 +97,7 @@ class RequestParser:
         self, body: BaseRequest, top: int | None, prompts: Sequence[tuple[str, list[int]]], *, echo: bool
     ) -> ParsedRequest:
         if body.stream_options is not None and not body.stream:
-            raise wrong("stream_options come with stream: true", "stream_options")
+            raise wrong("stream_options: given without stream; expected stream: true", "stream_options")
         base_options = replace(
             self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None
         )
@@ -150,20 +155,24 @@ class RequestParser:
         )
 
     def _fitted(self, body: BaseRequest, base_options: Options, ids: Sequence[int], param: str) -> Options:
-        """Return the options `base_options` completed for one prompt.
+        """Return `base_options` with the options that depend on the prompt: new tokens, penalties and seed.
 
-        Raises `ApiError` if the request cannot be served.
+        `ids`: the prompt. `param`: the request field to name in errors about the prompt. Raises `ApiError` if prompt
+        and new tokens are too many.
         """
-        most, left = self._settings.max_tokens, self.context - len(ids)
+        most, left = self._settings.max_tokens, self.max_model_len - len(ids)
         if most is not None and body.limit is not None and body.limit > most:
             raise wrong(f"expected at most {most} new tokens, got {body.limit}", "max_tokens")
         if left < 1:
-            too_long = f"the prompt's {len(ids)} tokens leave no room in the context of {self.context}"
+            too_long = f"the prompt has {len(ids)} tokens; expected at most {self.max_model_len - 1}"
             raise wrong(too_long, param, "context_length_exceeded")
         new = body.limit if body.limit is not None else min(left, most or left)
         if new > left:
-            message = f"the prompt's {len(ids)} tokens and {new} new ones outgrow the context of {self.context}"
-            raise wrong(f"{message}; at most {left} fit", "max_tokens", "context_length_exceeded")
+            message = (
+                f"the prompt's {len(ids)} tokens and {new} new ones exceed the {self.max_model_len} tokens that fit; "
+                f"expected at most {left} new ones"
+            )
+            raise wrong(message, "max_tokens", "context_length_exceeded")
         penalties = []
         if body.presence_penalty or body.frequency_penalty:
             penalties.append(Penalties(len(ids), presence=body.presence_penalty, frequency=body.frequency_penalty))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from selfspec.server.errors import ApiError, wrong
@@ -32,16 +32,29 @@ UNSUPPORTED_FIELDS = {  # fields that would change the response: refused unless 
     "function_call": "functions are not served",
     "audio": "audio is not served",
     "web_search_options": "web search is not served",
-    "reasoning_effort": "efforts of reasoning are not served",
+    "reasoning_effort": "a reasoning effort is not served",
     "verbosity": "verbosity is not served",
     "suffix": "text is only continued; inserting before a suffix is not served",
     "use_beam_search": "beam search is not served",
 }
-_NOTHING: tuple[Any, ...] = (None, "", "none", "auto", [], {}, False)
+_NOTHING: tuple[Any, ...] = (None, "", "none", "auto", [], {}, False)  # values that request nothing
 MOST_STOPS = 16
 MOST_CHOICES = 128
 
 Body = TypeVar("Body", bound="BaseRequest")
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number that was sent as a float, such as 64.0, as an integer; anything else unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _seed(value: Any) -> Any:
+    """Return None for -1, which means no seed."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
 
 
 class Strict(BaseModel):
@@ -51,7 +64,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Options of a stream. `selfspec`: also send the origin of each piece of text and the draft statistics."""
+    """Options of a streamed response. `selfspec`: also send each piece's origin, and statistics of drafting."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -75,9 +88,9 @@ class ResponseFormat(Strict):
 
     @property
     def schema_text(self) -> dict[str, Any] | None:
-        """The JSON schema of the text; None: any text. Raises `ApiError`."""
+        """The JSON schema of the text; None: any text. Raises `ApiError` if `type` and `json_schema` contradict."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise wrong("a json_schema comes with type 'json_schema', and only with it", "response_format")
+            raise wrong("json_schema: expected if the type is 'json_schema', and only then", "response_format")
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -87,17 +100,17 @@ class BaseRequest(Strict):
     """The fields that both endpoints accept. A field that is null counts as left out."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
+    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[Integer, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[Annotated[Integer, Field(ge=0, lt=2**63)] | None, BeforeValidator(_seed)] = None
     stop: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -107,8 +120,9 @@ class BaseRequest(Strict):
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises `ApiError`."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-            raise wrong("expected a text, or a list of texts, none of them empty", "stop")
+        if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+            raise wrong("expected a text, or a list of texts", "stop")
+        stops = [text for text in stops if text]
         if len(stops) > MOST_STOPS:
             raise wrong(f"expected at most {MOST_STOPS} texts, got {len(stops)}", "stop")
         return tuple(stops)
@@ -123,7 +137,7 @@ class BaseRequest(Strict):
 
     @property
     def limit(self) -> int | None:
-        """The requested maximum of new tokens."""
+        """The requested maximum number of new tokens; None: not requested."""
         return self.max_tokens
 
 
@@ -131,14 +145,17 @@ class ChatBody(BaseRequest):
     """The body of a request to `/v1/chat/completions`."""
 
     messages: list[Any]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     modalities: list[Literal["text"]] = ["text"]
 
     @property
     def limit(self) -> int | None:
-        """The requested maximum of new tokens, by the newer or the older name of the field. Raises `ApiError`."""
+        """The requested maximum number of new tokens: `max_completion_tokens`, or the older field `max_tokens`.
+
+        None: neither was given. Raises `ApiError` if the two fields contradict each other.
+        """
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise wrong("max_tokens and max_completion_tokens contradict each other; give one", "max_completion_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -147,7 +164,7 @@ class ChatBody(BaseRequest):
     def top(self) -> int | None:
         """The number of top log probabilities per token; None: no log probabilities at all. Raises `ApiError`."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("top_logprobs are told only with logprobs: true", "top_logprobs")
+            raise wrong("top_logprobs: given without logprobs; expected logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -161,9 +178,12 @@ class CompletionBody(BaseRequest):
 
     @property
     def top(self) -> int | None:
-        """The number of top log probabilities, as `ChatBody.top`. Raises `ApiError` for what is not served."""
+        """The number of top log probabilities per token; None: no log probabilities at all.
+
+        Raises `ApiError` if `best_of` differs from `n`, and for log probabilities of the prompt.
+        """
         if self.best_of is not None and self.best_of != self.n:
-            raise wrong("best_of other than n is not served; ask for n and choose", "best_of")
+            raise wrong("best_of other than n is not served; request n texts and choose among them", "best_of")
         if self.echo and self.logprobs is not None:
             raise wrong("log probabilities of the prompt are not served; expected echo or logprobs", "logprobs")
         return self.logprobs
@@ -180,7 +200,7 @@ class CompletionBody(BaseRequest):
 
 
 def read_body(kind: type[Body], raw: bytes) -> Body:
-    """Parse and validate the body of a request. Raises `ApiError` that names what is wrong, and where."""
+    """Parse and validate the body of a request. Raises `ApiError`, which names the wrong field."""
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -203,7 +223,7 @@ def _as_api_error(error: ValidationError) -> ApiError:
     where = ".".join(map(str, first["loc"]))[:200]
     match first["type"]:
         case "extra_forbidden":
-            return wrong(f"{where}: no such field is known", where, "unknown_parameter")
+            return wrong(f"{where}: no such field", where, "unknown_parameter")
         case "missing":
             return wrong(f"{where} is missing", where, "missing_required_parameter")
     return wrong(f"{where}: {first['msg']}", where)

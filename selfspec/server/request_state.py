@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from selfspec.types.stats import Finish
 
 
-SHARED = 32  # tokens from which on a prompt is prefilled once for several texts
+SHARED = 32  # minimum tokens of a prompt that is prefilled once and reused by all texts of the request
 
 
 class EndReason(StrEnum):
@@ -33,11 +33,12 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """The news of one text since its last update. `tokens`, `drafted`, `accepted` and `rounds` are totals so far.
+    """Update of one text: its new text and log probabilities since the last update, and its totals so far.
 
-    `spans`: the new text split at token boundaries, each part with its token's origin, if requested. `num_cached`:
-    prompt tokens found in the KV cache. `ended`: no update follows; then `finish`, `end_reason` or `error` gives the
-    reason.
+    `index`: the text's number in its call, from 0. `spans`: the new text split at token boundaries, each part with its
+    token's origin, if requested. `logprobs`: log probabilities of the new tokens, if requested. `tokens`, `drafted`,
+    `accepted` and `rounds`: totals so far. `num_cached`: prompt tokens found in the KV cache. `ended`: no update
+    follows; then `finish`, `end_reason` or `error` gives the reason.
     """
 
     index: int
@@ -59,7 +60,8 @@ class TextUpdate:
 class TextJob:
     """One text of a call.
 
-    Only its decoding thread touches `request` and `num_logprobs_sent`, the number of log probabilities sent.
+    `index`: the text's number in the call, from 0. `request`: the text's request in a batch, None until it is added;
+    `num_logprobs_sent`: the number of log probabilities sent. Only the decoding thread touches these two.
 
     `first`: an earlier job with the same prompt, which must be prefilled before this job begins. `begun`: whether this
     job's own prompt has been prefilled, or never will be.
@@ -76,7 +78,10 @@ class TextJob:
 
 @dataclass(eq=False, slots=True)
 class Times:
-    """Times of a call's events (`time.perf_counter`); None: not yet."""
+    """Times of a call's events, by `time.perf_counter`; None: the event has not happened yet.
+
+    `arrived`: the request was parsed. `admitted`: a replica took the call's first text. `first`: the first new token.
+    """
 
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -89,7 +94,10 @@ class Times:
 
 
 def _jobs(call: Call, parsed: ParsedRequest) -> list[TextJob]:
-    """Return a job for each text; texts that share a long prompt wait for the first one's prefill and reuse it."""
+    """Return a job for each text.
+
+    Texts that share a long prompt wait until the first of them has prefilled the prompt, and reuse its keys.
+    """
     jobs: list[TextJob] = []
     firsts: dict[int, TextJob] = {}  # by the identity of the prompt, which its texts share
     for index, text in enumerate(parsed.texts):
@@ -100,9 +108,9 @@ def _jobs(call: Call, parsed: ParsedRequest) -> list[TextJob]:
 
 
 class Call:
-    """The running texts of one request; must be made in the event loop that answers it.
+    """The running texts of one request; must be created in the event loop that answers the request.
 
-    `latest`: the last update of each text. Iterating over `updates` ends when all texts have ended.
+    `latest`: the last update of each text.
     """
 
     def __init__(self, parsed: ParsedRequest) -> None:
@@ -131,7 +139,7 @@ class Call:
         return all(update.ended for update in self.latest)
 
     async def updates(self) -> AsyncIterator[TextUpdate]:
-        """Yield the updates as they arrive."""
+        """Yield the updates as they arrive, until all texts have ended."""
         open_texts = len(self.jobs)
         while open_texts:
             update = await self._queue.get()
@@ -139,10 +147,10 @@ class Call:
             yield update
 
     def total(self, name: str) -> int:
-        """Return the sum of a count over all texts."""
+        """Return the sum over all texts of the count `name` in their latest updates."""
         return sum(getattr(update, name) for update in self.latest)
 
     @property
     def finishes(self) -> list[Any]:
-        """The reason why each text ended."""
+        """The reason why each text ended; None for a text that has not."""
         return [update.finish or update.end_reason or (update.error and EndReason.FAILED) for update in self.latest]

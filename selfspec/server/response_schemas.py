@@ -1,4 +1,4 @@
-"""The two endpoints' responses, whole and as stream chunks, in the OpenAI API's format."""
+"""The responses of the two endpoints in the OpenAI API's format, as one object or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 LOWEST = -9999.0  # the API's log probability of a token with probability 0
 _FINISH = {"end": "stop", "stop": "stop", "guide": "stop", "length": "length", "time": "length"}
-Spell = Callable[[int], bytes]
+Spell = Callable[[int], bytes]  # returns the bytes of a token
 
 
 class ResponseSchema(Protocol):
     """The response format of one endpoint.
 
-    `prefix`: of ids; `response_object`, `chunk_object`: object names of responses and chunks.
+    `prefix`: the first characters of response ids. `response_object`, `chunk_object`: the API's object names of
+    responses and of stream chunks.
     """
 
     prefix: str
@@ -26,15 +27,15 @@ class ResponseSchema(Protocol):
     chunk_object: str
 
     def choice(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
-        """Return the choice of one finished text."""
+        """Return the entry of one finished text in the response's `choices`."""
 
     def delta(
         self, index: int, text: str | None, logprobs: dict[str, Any] | None, finish: str | None, *, first: bool
     ) -> dict[str, Any]:
-        """Return the choice of a stream chunk; `first`: it is the first of its text."""
+        """Return the entry in a stream chunk's `choices`; `first`: the chunk is the first of its text."""
 
     def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
-        """Return log probabilities of tokens; `offset`: the number of characters before the tokens."""
+        """Return the `logprobs` object for tokens; `offset`: the number of characters of the text before the tokens."""
 
 
 class ChatSchema:
@@ -109,7 +110,10 @@ def finish_reason(update: TextUpdate) -> str | None:
 
 
 def usage(call: Call) -> dict[str, Any]:
-    """Return a call's token usage: each prompt once, and all new tokens; `cached_tokens` come from the KV cache."""
+    """Return the `usage` object of a call: tokens of each prompt, counted once, and new tokens of all texts.
+
+    `cached_tokens`: prompt tokens that were found in the KV cache.
+    """
     prompt, new = call.parsed.prompt_tokens, call.total("tokens")
     return {
         "prompt_tokens": prompt,
@@ -120,7 +124,10 @@ def usage(call: Call) -> dict[str, Any]:
 
 
 def sources(call: Call, update: TextUpdate) -> dict[str, Any]:
-    """Return the extension's fields of a chunk: the origins of its text (`spans`) and the draft statistics so far."""
+    """Return the `selfspec` object of a stream chunk, which extends the API's format.
+
+    `spans`: the chunk's text as pairs of origin and text. The other fields are statistics of drafting so far.
+    """
     return {
         "spans": [[str(origin), text] for origin, text in update.spans],
         **{name: getattr(update, name) for name in ("tokens", "drafted", "accepted", "rounds")},

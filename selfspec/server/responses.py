@@ -1,10 +1,9 @@
-"""The response to a call while it is decoded: as one body, or streamed as server-sent events."""
+"""The response to a call while its texts are decoded: one JSON body, or a stream of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from selfspec.basics.files import json_line
 from selfspec.server.errors import ApiError
 from selfspec.server.middleware import NOTES, refusal
 from selfspec.server.request_state import Call, EndReason, TextUpdate
@@ -25,7 +25,7 @@ _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 GONE = ApiError(499, "the client went away")
 _CUT = {
     EndReason.GONE: GONE,
-    EndReason.TIME: ApiError(504, "the time of a request was up before its text began", code="timeout"),
+    EndReason.TIME: ApiError(504, "the request timed out before its first token", code="timeout"),
     EndReason.SHUTDOWN: ApiError(503, "the server is ending", headers={"Retry-After": "10"}),
 }
 
@@ -33,7 +33,8 @@ _CUT = {
 class Answer(Response):
     """The response to one call that the pool has accepted. A client disconnect and a timeout end the call.
 
-    `spell`: returns the bytes of a token. `ended` is called with the call at the end.
+    `shape`: the endpoint's response format. `spell`: returns the bytes of a token. `timeout`: seconds from the call's
+    arrival. `ended`: called with the call after the response.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Answer(Response):
         return JSONResponse(self._framed(shape.response_object, choices) | {"usage": usage(call)})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream the events; the status waits for the first update, so that an error before it sets the status."""
+        """Stream the events. The HTTP status is sent after the first update, so that an early error can set it."""
         updates = self._call.updates()
         first = await anext(updates)
         if (problem := _problem([first])) is not None:
@@ -147,7 +148,7 @@ class Answer(Response):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json_line(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _when_gone(receive: Receive, act: Callable[[], None]) -> None:
@@ -157,7 +158,7 @@ async def _when_gone(receive: Receive, act: Callable[[], None]) -> None:
 
 
 def _problem(updates: list[TextUpdate]) -> ApiError | None:
-    """Return the error to respond with if there is no text; otherwise None."""
+    """Return the error to respond with if no text can be sent; otherwise None."""
     for update in updates:
         if update.error is not None:
             return update.error
@@ -168,7 +169,7 @@ def _problem(updates: list[TextUpdate]) -> ApiError | None:
 
 
 def _noted(call: Call) -> dict[str, Any]:
-    """Return the log entry's fields of a call."""
+    """Return the fields that a call adds to its request's log entry."""
     times, seconds, tokens = call.times, call.times.seconds, call.total("tokens")
     finishes = [str(finish or EndReason.GONE) for finish in call.finishes]
     return {

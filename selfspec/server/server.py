@@ -45,7 +45,11 @@ def url(sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """A server that drains on the first signal: only running requests go on, for their grace. The second ends all."""
+    """An HTTP server with a graceful shutdown.
+
+    After the first signal only running requests continue, for at most `Settings.grace` seconds. A second signal ends
+    all requests.
+    """
 
     def __init__(self, service: Service) -> None:
         config = uvicorn.Config(
@@ -61,19 +65,19 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
-        self._end: float | None = None  # when running requests are ended
+        self._end: float | None = None  # `time.monotonic` at which running requests are ended; None: no shutdown yet
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to exit."""
         self.end(at_once=self._end is not None)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Begin the shutdown."""
+        """Begin the shutdown. `at_once`: end running requests now, not after their `grace` seconds."""
         self._end = time.monotonic() + (0 if at_once else self._service.settings.grace)
         self._service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Check the shutdown; uvicorn calls it ten times a second."""
+        """Exit once a shutdown has begun and no request runs; uvicorn calls this method ten times a second."""
         if self._end is not None and (self._service.idle or time.monotonic() >= self._end):
             self._service.pool.cancel_all(EndReason.SHUTDOWN)
             self.should_exit = True
@@ -81,12 +85,12 @@ class Server(uvicorn.Server):
 
 
 def serve(service: Service, sock: socket.socket) -> None:
-    """Serve, with a service that has been entered, until SIGINT or SIGTERM."""
+    """Serve requests until SIGINT or SIGTERM; `service` must have been entered, and `sock` bound."""
     asyncio.run(Server(service).serve(sockets=[sock]))
 
 
 def _impatient(seconds: float) -> type[H11Protocol]:
-    """Return uvicorn's HTTP protocol with a timeout for request headers, after which the connection is closed."""
+    """Return uvicorn's HTTP protocol, changed to close a connection whose request header takes over `seconds`."""
 
     class Impatient(H11Protocol):
         _head: asyncio.TimerHandle | None = None

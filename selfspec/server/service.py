@@ -31,14 +31,16 @@ PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models")  # labell
 
 
 class Service:
-    """One model behind one pool. A context manager, which enters the pool; `log` receives one entry per request.
+    """Handlers of the requests for one model, which a worker pool decodes; a context manager that enters the pool.
 
-    Requests are parsed on a thread of their own, so that a long prompt does not block other responses.
+    `log`: called with one log entry per request. A separate thread parses the requests, so that a long prompt does not
+    block other responses.
     """
 
     def __init__(self, llm: LLM, pool: WorkerPool, settings: Settings, *, log: Log = log_line) -> None:
         self.settings, self.pool = settings, pool
-        self.reader = RequestParser(llm, settings)
+        longest = min(replica.max_seq_len for replica in pool.replicas)
+        self.reader = RequestParser(llm, settings, longest=longest)
         self.metrics = Metrics(pool)
         self.draining = False
         self._log = log
@@ -97,9 +99,10 @@ class Service:
 
 
 async def read_raw(request: Request, *, most: int, seconds: float) -> bytes:
-    """Return a request's body of at most `most` bytes, which must arrive within `seconds`. Raises `ApiError`.
+    """Return a request's body of at most `most` bytes, which must arrive within `seconds`.
 
     The content type must be JSON, so that another site's page cannot post a request from a browser without a preflight.
+    Raises `ApiError` for a larger or late body, and for another content type.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected a body of JSON, and the header 'Content-Type: application/json'")

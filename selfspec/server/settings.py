@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 class Settings:
     """Access and limits of a server.
 
-    `names`: the model's names; responses bear the first. `api_key`: the key that requests to `/v1` must bear, if any.
-    `rows`: texts that each replica decodes at a time. `queue`: texts that may wait for a row. `max_tokens`: the maximum
-    of new tokens of a text (None: what the context leaves). `max_body`: bytes. `timeout`: seconds of a request, from
-    its arrival; `reading`: seconds in which its header, and then its body, must arrive. `grace`: seconds that running
-    requests have at shutdown.
+    `names`: the names by which requests may call the model. `api_key`: the key that requests to `/v1` must send (None:
+    no key). `rows`: the most texts that a replica decodes at a time. `queue`: the most texts that wait for a cache row.
+    `max_tokens`: the most new tokens of a text (None: as many as fit). `max_model_len`: the most tokens of prompt and
+    new text together (None: as many as fit). `max_body`: the largest request body in bytes. `timeout`: the seconds from
+    a request's arrival after which its texts end. `reading`: the seconds within which a request's header, and then its
+    body, must arrive. `grace`: the seconds that running requests have at shutdown.
     """
 
     names: tuple[str, ...]
@@ -21,6 +22,7 @@ class Settings:
     rows: int = 8
     queue: int = 64
     max_tokens: int | None = None
+    max_model_len: int | None = None
     max_body: int = 4 * 2**20
     timeout: float = 600.0
     reading: float = 20.0

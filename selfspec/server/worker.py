@@ -22,15 +22,15 @@ _LOGGER = logging.getLogger("selfspec.server")
 class Replica:
     """A worker that decodes one batch on one thread; other threads only read its state.
 
-    `device`: the model's device. `jobs`: texts that have a row or are about to get one. `free` and `num_slots`: the
-    free and all token slots of the batch's KV cache, after the last step.
+    `device`: the model's device. `jobs`: texts that have a cache row, or are about to get a row. `free` and
+    `num_slots`: the free and all slots of the batch's KV cache, after the last step.
     """
 
     def __init__(self, batch: Batch, device: str = "cpu") -> None:
         self.batch = batch
         self._device = device
         self.jobs: list[TextJob] = []
-        self.free, self.num_slots = batch.free, batch.num_slots
+        self.free, self.num_slots, self.max_seq_len = batch.free, batch.num_slots, batch.max_seq_len
 
     def __enter__(self) -> Replica:
         if self._device.startswith("cuda"):
@@ -47,17 +47,20 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """The number of texts that it decodes."""
+        """The number of texts that this replica decodes."""
         return len(self.jobs)
 
     def jobs_of(self, call: Call) -> list[TextJob]:
-        """Return the jobs of a call."""
+        """Return those jobs of this replica that belong to `call`."""
         return [job for job in tuple(self.jobs) if job.call is call]
 
     def turn(self, taken: Sequence[TextJob], cancelled: Sequence[tuple[TextJob, EndReason]]) -> None:
-        """Run one iteration: cancel jobs, add jobs, and step the batch. A failure ends the texts that it affects."""
+        """Run one iteration: cancel jobs, add jobs, and step the batch.
+
+        `cancelled`: pairs of a job and the reason for which it ends. A failed step ends all texts of this replica.
+        """
         for job, why in cancelled:
-            if job in self.jobs:  # it may have ended by itself
+            if job in self.jobs:  # the job may have ended by itself
                 self._end(job, why)
         for job in taken:
             self._add(job)
@@ -65,7 +68,7 @@ class Replica:
             if self.jobs:
                 self._pass_on(self.batch.step())
         except Exception:
-            _LOGGER.exception("decoding failed; %d texts are given up", len(self.jobs))
+            _LOGGER.exception("decoding failed; %d texts are ended", len(self.jobs))
             for job in list(self.jobs):
                 self._end(job, EndReason.FAILED, ApiError(500, "decoding failed; the server's log says how"))
         self.free, self.num_slots = self.batch.free, self.batch.num_slots
@@ -80,12 +83,12 @@ class Replica:
         except SelfspecError as error:
             self._leave(job, TextUpdate(job.index, ended=True, error=wrong(str(error))))
         except Exception:
-            _LOGGER.exception("a text could not be taken up")
-            failed = ApiError(500, "the text could not be taken up; the server's log says why")
+            _LOGGER.exception("a text could not be added to the batch")
+            failed = ApiError(500, "the text could not be added to the batch; the server's log says why")
             self._leave(job, TextUpdate(job.index, ended=True, error=failed))
 
     def _end(self, job: TextJob, why: EndReason, error: ApiError | None = None) -> None:
-        """End a text from outside the batch."""
+        """Cancel a text that has not ended by itself, for the reason `why`, and send its last update."""
         if job.request is None:
             return self._leave(job, TextUpdate(job.index, ended=True, end_reason=why, error=error))
         try:
@@ -119,7 +122,7 @@ class Replica:
 def _make_update(
     job: TextJob, request: Request, *, why: EndReason | None = None, error: ApiError | None = None
 ) -> TextUpdate:
-    """Return the update of a text since its last update."""
+    """Return what is new in a text since its last update; `why` or `error` end the text."""
     sources = job.call.parsed.sources
     spans = tuple(request.spans()) if sources else ()
     text = "".join(piece for _, piece in spans) if sources else request.take()

@@ -1,4 +1,4 @@
-"""One queue of texts, and a worker thread for each replica that takes from it."""
+"""One queue of texts, and for each replica a thread that takes texts from the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_SECONDS = 60  # the longest Retry-After sent to a client
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A replica's work before its next step: jobs to add and jobs to cancel."""
+    """Changes for a replica before its next step: jobs to add, and pairs of a job to cancel and the reason."""
 
     taken: list[TextJob]
     cancelled: list[tuple[TextJob, EndReason]]
@@ -29,7 +29,7 @@ class WorkerPool:
     """One queue for all texts; each replica takes up to `rows` of them, the least loaded replica first.
 
     A context manager: once entered, all replicas are ready. Entering raises the exception of a replica that fails to
-    start. Leaving ends the threads and all running texts.
+    start. Leaving ends the threads and all running texts. `queue`: the most texts that may wait for a row.
     """
 
     def __init__(self, replicas: Sequence[Replica], *, rows: int, queue: int) -> None:
@@ -84,24 +84,27 @@ class WorkerPool:
         return any(thread.is_alive() for thread in self._threads)
 
     def submit(self, call: Call, *, retry_after: float = 1.0) -> None:
-        """Queue a call's texts. Raises `ApiError` if the queue has no space for them."""
+        """Queue a call's texts. `retry_after`: the seconds after which a refused client should try again.
+
+        Raises `ApiError` if the texts do not fit the queue, and during shutdown.
+        """
         most = self._queue + self._rows * len(self.replicas)
         if len(call.jobs) > most:
-            raise wrong(f"a request has at most {most} texts here (n for each prompt); got {len(call.jobs)}", "n")
+            raise wrong(f"{len(call.jobs)} texts (n for each prompt); expected at most {most} texts", "n")
         with self._changed:
             if self._closing or not self.alive:
                 raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
             if self.running + len(self._pending) + len(call.jobs) > most:
                 seconds = min(MOST_SECONDS, max(1, round(retry_after)))
                 message = (
-                    f"{self.running} texts are running and {len(self._pending)} wait, which is all; try again later"
+                    f"the queue is full: {self.running} texts are running, {len(self._pending)} wait; try again later"
                 )
                 raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
             self._pending.extend(call.jobs)
             self._changed.notify_all()
 
     def cancel(self, call: Call, why: EndReason) -> None:
-        """End the texts of a call that have not ended; their rows are free before the next step."""
+        """End those texts of a call that have not ended, for the reason `why`; their rows are free by the next step."""
         with self._changed:
             waiting = [job for job in call.jobs if job in self._pending]
             for job in waiting:
@@ -112,7 +115,7 @@ class WorkerPool:
         call.send(*(TextUpdate(job.index, ended=True, end_reason=why) for job in waiting))
 
     def cancel_all(self, why: EndReason) -> None:
-        """End the texts of all calls."""
+        """End the texts of all calls, for the reason `why`."""
         with self._changed:
             calls = {job.call for job in self._pending} | {
                 job.call for replica in self.replicas for job in tuple(replica.jobs)
@@ -121,7 +124,7 @@ class WorkerPool:
             self.cancel(call, why)
 
     def _serve(self, replica: Replica, ready: Future[None]) -> None:
-        """Run a replica's thread."""
+        """Run a replica until shutdown, on its thread; `ready` gets the result of entering the replica."""
         with ExitStack() as resources:
             try:
                 resources.enter_context(replica)
@@ -131,7 +134,7 @@ class WorkerPool:
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
                 if self._pending:
-                    with self._changed:  # a text may have begun for which others wait
+                    with self._changed:  # the prefill that a queued text waits for may have ended
                         self._changed.notify_all()
             return replica.turn((), [(job, EndReason.SHUTDOWN) for job in replica.jobs])
 

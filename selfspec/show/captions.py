@@ -1,4 +1,4 @@
-"""Captions of plots: two or three sentences on how to read each, with its own figures. Does not import torch."""
+"""Captions of plots: a few sentences on how to read a plot, with figures from its data. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def skip_map(profile: Profile) -> str:
     if path.head != "full":
         few.append(f"the head {WORDS[path.head]}")
     if few:
-        sentences.append(f"With rounded weights run {_listed(few)}; dark sub-layers run in full.")
+        sentences.append(f"With quantised weights run {_listed(few)}; dark sub-layers run in full.")
     if path.cheaper and profile.bits_read is not None:
         sentences.append(f"{profile.bits_read.summary[:1].upper()}{profile.bits_read.summary[1:]}.")
-    sentences.append("When the draft is verified everything runs, so that what comes out is what the whole model says.")
+    sentences.append("Verification passes run the full model, so that skipping does not change the output.")
     return " ".join(sentences)
 
 
 def acceptance_by_confidence(profile: Profile) -> str:
-    """Return the caption of `plots.profile_plots.acceptance_by_confidence`; the profile must have a curve."""
+    """Return the caption of `plots.profile_plots.acceptance_by_confidence`; `profile.acceptance` must not be None."""
     curve = profile.acceptance
     assert curve is not None
     low, high = (f"{curve.accepted[i]:.0%} at {curve.confidence[i]:.2g}" for i in (0, -1))
     others = ""
     if curve.candidates:
         others = (
-            f" The falling lines are the {len(curve.candidates)} next-best candidates: where the draft is unsure, the "
-            f"second is the right one {curve.candidates[0][0]:.0%} of the time, and can be verified in the same pass."
+            f" The falling lines are the {len(curve.candidates)} next-best candidates: at the lowest confidence, the "
+            f"second candidate is right {curve.candidates[0][0]:.0%} of the time; one pass verifies all candidates."
         )
     return (
-        "How often drafted tokens were right, by the probability that the draft gave them, on the search's texts: "
-        f"{low}, {high}.{others} From these lines a rate-optimal controller decides whether to draft on."
+        "How often drafted tokens were accepted, by the draft's probability of the token, on the search's texts: "
+        f"{low}, {high}.{others} The rate-optimal controller decides by these lines whether to draft another token."
     )
 
 
@@ -55,18 +55,18 @@ def sensitivity(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.study_plots.sensitivity`."""
     known = frame[frame["gain"].notna()]
     what = (
-        f"Each cell is one part of the model, skipped alone while always {frame['draft_tokens'].iloc[0]} tokens are "
-        "drafted: by how much that is faster or slower than skipping nothing."
+        "Each cell shows by how much decoding is faster or slower if that part alone is skipped while drafting than if "
+        f"nothing is skipped; drafts have always {frame['draft_tokens'].iloc[0]} tokens."
     )
     if known.empty:
-        return f"{what} There was no time to measure any."
+        return f"{what} No part was measured in the time of the search."
     worst, best = (known.loc[i] for i in (known["gain"].idxmin(), known["gain"].idxmax()))
     gaining = int((known["gain"] > 0).sum())
-    alone = f"{gaining} of {len(known)} pay on their own" if gaining else f"none of {len(known)} pays on its own"
+    alone = f"{gaining} of {len(known)} parts gain alone" if gaining else f"none of {len(known)} parts gains alone"
     return (
         f"{what} The model needs {_part(worst)} most ({worst['gain']:+.0%}) and {_part(best)} least "
-        f"({best['gain']:+.0%}); {alone}. Skipped together, parts bring more or less than their "
-        "sum, which is why sets are searched."
+        f"({best['gain']:+.0%}); {alone}. Parts skipped together gain more or less than the sum of "
+        "their gains, which is why the search tries sets of parts."
     )
 
 
@@ -74,32 +74,32 @@ def pareto(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.study_plots.pareto`."""
     front = frame[frame["on_front"]].sort_values("draft_cost")
     if front.empty:
-        return "These trials were timed, so that no draft cost is known of them."
+        return "The draft costs of these trials are unknown, because the trials were timed as a whole."
     low, high = (front.iloc[i] for i in (0, -1))
-    ends = f"{low['acceptance_rate']:.0%} accepted at {low['draft_cost']:.2f} of a plain step"
+    ends = f"{low['acceptance_rate']:.0%} accepted at {low['draft_cost']:.2f} of a plain decode step"
     if len(front) > 1:
         ends = f"from {ends} to {high['acceptance_rate']:.0%} at {high['draft_cost']:.2f}"
     text = (
-        "Each mark is a skip set that was tried: further left its drafts cost less, further up they are right more "
-        f"often. {len(front)} of {len(frame)} are beaten by none in both, {ends}."
+        "Each mark is a skip set that was tried: drafts cost less to the left, and are accepted more often to the top. "
+        f"{len(front)} of {len(frame)} skip sets are on the Pareto front, where no other is better in both: {ends}."
     )
     best = _fastest(frame)
     if best is None or pd.isna(best["draft_cost"]):
         return text
     right, cost = best["acceptance_rate"], best["draft_cost"]
-    return f"{text} The fastest by prediction is accepted at {right:.0%} and costs {cost:.2f}."
+    return f"{text} The skip set with the highest predicted speed has {right:.0%} accepted at a cost of {cost:.2f}."
 
 
 def speedup_against_skipped(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.study_plots.speedup_against_skipped`."""
     best = _fastest(frame)
     if best is None:
-        return "Every trial was pruned: its figures are of a share of the texts."
+        return "Every trial was pruned, so that all figures are from a part of the texts only."
     faster = int((frame.loc[~frame["pruned"], "speedup"] > 1).sum())
     return (
-        "Bypassing more makes drafts cheaper and wrong more often; the best lies where the two balance: here at "
+        "Skipping more makes drafts cheaper and wrong more often; the best balance here is at "
         f"{best['skipped']} sub-layers ({best['attention']} attentions, {best['mlp']} MLPs), predicted "
-        f"{best['speedup']:.2f} times plain decoding. {faster} of {int((~frame['pruned']).sum())} whole trials are "
+        f"{best['speedup']:.2f} times plain decoding. {faster} of {int((~frame['pruned']).sum())} unpruned trials are "
         "predicted to be faster than plain decoding, which is the line at 1; these are predictions, not measurements."
     )
 
@@ -108,14 +108,14 @@ def progress(frame: pd.DataFrame) -> str:
     """Return the caption of `plots.study_plots.progress`."""
     best = _fastest(frame)
     if best is None:
-        return "Every trial was pruned, so that there is no best."
+        return "Every trial was pruned, so that there is no best trial."
     after = len(frame) - int(best["trial"])
-    since = f"the {after} trials after it brought nothing better" if after else "it was the last"
+    since = f"the {after} trials after it were not better" if after else "it was the last trial"
     return (
         f"The line is the best predicted speedup so far, {frame['best'].dropna().iloc[0]:.2f} with the first trial and "
         f"{best['speedup']:.2f} with trial {best['trial']} of {len(frame)}, after {best['seconds']:.3g} of "
-        f"{frame['seconds'].iloc[-1]:.3g} seconds of scoring; {since}. A line that still climbs at its end asks for "
-        "more trials."
+        f"{frame['seconds'].iloc[-1]:.3g} seconds of scoring; {since}. If the line still rises at its end, more "
+        "trials may find a faster set."
     )
 
 
@@ -133,9 +133,9 @@ def acceptance_by_position(frame: pd.DataFrame) -> str:
         if len(frame) > 1:
             counted += f", of which {last['drafts']:.0f} were {last['position']} tokens long or longer"
     return (
-        f"The first drafted token was accepted in {_listed(firsts)}{counted}. At each position only drafts that long "
-        "count, and a token is accepted only with all before it. The controller drafts on where the draft is "
-        "confident, so that the line need not fall; far positions rest on few drafts."
+        f"The first drafted token was accepted in {_listed(firsts)}{counted}. At each position only drafts of at least "
+        "that length count, and a token is accepted only if all tokens before it are. The controller continues a draft "
+        "while its confidence is high, so the line need not fall; late positions have few drafts."
     )
 
 
@@ -147,7 +147,7 @@ def tokens_by_source(frame: pd.DataFrame) -> str:
     shares = [f"{row.share:.0%} came from {_named(str(row.source))}" for row in group.itertuples(index=False)]
     return (
         f"Of all tokens of {method} at temperature {temperature:g}, {_listed(shares)}; the others are the model's own. "
-        "A token that a proposer had predicted counts as the proposer's, also where the draft path checked it first."
+        "A token that a proposer had proposed counts as the proposer's, even if the draft path drafted it as well."
     )
 
 
@@ -162,12 +162,12 @@ def bench_bars(frame: pd.DataFrame) -> str:
         best = group.loc[group["speedup"].idxmax()]
         verdict = "faster than" if best["low"] > 1 else "slower than" if best["high"] < 1 else "not told apart from"
         clauses.append(
-            f"at temperature {temperature:g} the fastest beside plain decoding is {best['method']}, "
+            f"at temperature {temperature:g} the fastest method besides plain decoding is {best['method']}, "
             f"{best['speedup']:.2f} times its speed ({best['low']:.3g} to {best['high']:.3g}: {verdict} it)"
         )
     text = "; ".join(clauses)
     return (
-        "A bar above the line at 1 is faster than this project's plain decoding; the thin line on it is the 95% "
+        "A bar above the line at 1 is faster than selfspec's plain decoding, without drafts; its thin line is the 95% "
         f"interval of the median over prompts. {text[:1].upper()}{text[1:]}."
     )
 

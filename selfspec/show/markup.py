@@ -1,4 +1,4 @@
-"""Styles of tokens by their origin, and generations as self-contained HTML. Does not import torch."""
+"""Styles of tokens by their origin (drafted, corrected, ..), and generations as HTML. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from selfspec.types.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A colour-blind-safe colour `#rrggbb` (Okabe and Ito), and a font style that distinguishes it without colour."""
+    """The style of tokens of one origin: a colour and a font style that distinguishes the origin without colour.
+
+    `color`: a colour-blind-safe colour `#rrggbb` of Okabe and Ito (2008); None: no colour.
+    """
 
     color: str | None = None
     bold: bool = False
@@ -23,7 +26,7 @@ class Look:
 
     @property
     def css(self) -> str:
-        """The inline CSS style; the colour is a background tint, so that text of any colour stays readable on it."""
+        """The inline CSS style; the colour becomes a transparent background, so that the text stays readable."""
         style = []
         if self.color is not None:
             red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
@@ -48,7 +51,7 @@ LOOKS = {
 
 
 def tokens_html(events: Sequence[TokenEvent]) -> str:
-    """Return a generation's text as HTML, each token coloured by its origin, with its details as a tooltip."""
+    """Return the text of a generation as HTML; each token is coloured by origin and has its details as a tooltip."""
     shown = (event for event in events if event.text)
     return (
         '<div style="font-family:monospace;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere">'
@@ -69,24 +72,24 @@ def legend_html(events: Sequence[TokenEvent], stats: Stats | None = None) -> str
 
 
 def acceptance(stats: Stats) -> str:
-    """Return the acceptance rate as text."""
+    """Return the acceptance rate and its counts as text, with accepted tokens by source if lookups proposed some."""
     if not stats.drafted:
         return "nothing was drafted"
     return f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted{by_source(stats)})"
 
 
 def by_source(stats: Stats) -> str:
-    """Return the accepted tokens by source as text; empty if the draft path was the only source."""
+    """Return the accepted tokens by source as a suffix `: source n, ..`; empty without a source but the draft path."""
     if set(stats.sources) <= {DRAFT_PATH}:
         return ""
     return ": " + ", ".join(f"{source} {tokens}" for source, tokens in stats.sources.most_common())
 
 
 def _title(event: TokenEvent) -> str:
-    """Return a token's details in one line."""
+    """Return the details of a token (origin, round, source, confidence, ..) in one line, for its tooltip."""
     parts = [str(event.origin), f"round {event.round}"]
     if event.place is not None:
-        parts.append(f"place {event.place} of the draft")
+        parts.append(f"position {event.place} in the draft")
     if event.source is not None:
         parts.append(f"from: {event.source}")
     if event.confidence is not None:
@@ -109,5 +112,8 @@ def _span(text: str, look: Look, title: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return the text escaped for HTML, with carriage returns kept and NUL replaced, which browsers would change."""
+    """Return the text escaped for HTML.
+
+    Carriage returns are escaped, as browsers would change them; NUL, which HTML cannot hold, is replaced by U+FFFD.
+    """
     return escape(text).replace("\r", "&#13;").replace("\0", "\ufffd")

@@ -1,6 +1,6 @@
-"""A report page of searches and measurements: one self-contained HTML file. Does not import torch.
+"""The report page on a search and its measurements: one self-contained HTML file. Does not import torch.
 
-External text (names, notes, prompts, tokens) is escaped; only markup generated here is inserted as it is.
+Text from outside (names, notes, prompts, tokens) is escaped; only markup generated here is inserted unescaped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from selfspec.show.tables import bench_frame, bench_position_frame, source_frame
 from selfspec.types.draft_path import WORDS
 from selfspec.types.skip import SkipSet
 
-WIDTH = 7.2  # width of a plot in inches
+WIDTH = 7.2  # width of a plot, in inches
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts; the first cell of each row is its heading."""
+    """A table of the page; the first cell of each row is the row's heading. Without `columns` it has no head row."""
 
     caption: str
     columns: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A plot as an `<svg>` element, and its caption."""
+    """A plot of the page: `drawn`, the `<svg>` element, and `reading`, the caption."""
 
     drawn: Markup
     reading: str
@@ -45,7 +45,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A prompt and its generation: the tokens and their legend as HTML."""
+    """A prompt and its generation: `tokens` and `legend`, the coloured text and its legend, are HTML."""
 
     prompt: str
     tokens: Markup
@@ -54,7 +54,11 @@ class ShownSample:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the page. `name`: its anchor; `notes`: lines such as which option would produce missing content."""
+    """A section of the page.
+
+    `name`: the anchor. `intro`: the first paragraph. `notes`: paragraphs below the content, such as which command-line
+    option would produce missing content.
+    """
 
     name: str
     title: str
@@ -67,7 +71,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole page. `versions`: of the packages that made it."""
+    """The whole page; `versions`: a text with the versions of selfspec and the packages that made the page."""
 
     title: str
     summary: str
@@ -89,12 +93,15 @@ def render(report: Report) -> str:
 
 
 def picture(name: str, draw: Callable[..., Any], subject: Any, text: str, label: str) -> Picture:
-    """Plot a profile or a frame; `label` is its text alternative, `name` keeps its element ids unique."""
+    """Return the plot that `draw` makes of a profile or a frame, with the caption `text`.
+
+    `label`: the plot's text alternative. `name`: a prefix that keeps its element ids unique in the page.
+    """
     return Picture(Markup(svg(draw(subject, width=WIDTH), name=name, label=label)), text)
 
 
 def skip_section(profile: Profile) -> Section:
-    """Return the section with the skip map."""
+    """Return the section with the map of the sub-layers that a profile skips or quantises while drafting."""
     path = profile.path
     label = f"Skip map. Skipped while drafting: {_of_layers(path.skip)}."
     for mode, sublayers in path.quantized_sets:
@@ -110,18 +117,22 @@ def _of_layers(sublayers: SkipSet) -> str:
 
 
 def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, place: str) -> Section:
-    """Return the section on a search's trials, and its sensitivities if it has any."""
+    """Return the section on the trials of a search.
+
+    `sensitivities`: the effects of single sub-layers, as from `sensitivity_frame` (None: unknown). `place`: the name of
+    the study's file or database.
+    """
     drawn, notes = [], []
     if sensitivities is not None:
         text = reading.sensitivity(sensitivities)
         drawn.append(picture("sensitivity", study_plots.sensitivity, sensitivities, text, f"Heat map. {text}"))
     else:
-        notes.append("What single sub-layers do is known of searches with --objective replay and warm starts.")
+        notes.append("The effects of single sub-layers are known only with --objective replay and warm starts.")
     if trials["draft_cost"].notna().any():
         text = reading.pareto(trials)
         drawn.append(picture("pareto", study_plots.pareto, trials, text, f"Acceptance against draft cost. {text}"))
     else:
-        notes.append("No draft costs are known, as these trials were timed: --objective replay tells them.")
+        notes.append("Draft costs are unknown for these timed trials; --objective replay computes them.")
     for name, draw, read, what in (
         ("skipped", study_plots.speedup_against_skipped, reading.speedup_against_skipped, "Speedup against skipped."),
         ("progress", study_plots.progress, reading.progress, "Best speedup against seconds."),
@@ -133,7 +144,11 @@ def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, plac
 
 
 def acceptance_section(positions: pd.DataFrame | None, profile: Profile | None, notes: Iterable[str]) -> Section:
-    """Return the section on acceptance by position, as measured for this page, and by confidence, from the profile."""
+    """Return the section on acceptance: by draft position and by the draft's confidence.
+
+    `positions`: acceptance by position, measured for this page (None: not measured). `profile`: the profile whose
+    acceptance curve is shown (None: no profile). `notes`: further notes of the section.
+    """
     drawn, notes = [], list(notes)
     if positions is not None and len(positions):
         text = reading.acceptance_by_position(positions)
@@ -145,18 +160,18 @@ def acceptance_section(positions: pd.DataFrame | None, profile: Profile | None, 
         drawn.append(picture("confidence", profile_plots.acceptance_by_confidence, profile, text, label))
     elif profile is not None:
         notes.append("The profile holds no acceptance by confidence; selfspec search finds profiles that do.")
-    return Section("acceptance", "What is accepted", pictures=tuple(drawn), notes=tuple(notes))
+    return Section("acceptance", "Acceptance", pictures=tuple(drawn), notes=tuple(notes))
 
 
 def bench_section(bench: dict[str, Any]) -> Section:
-    """Return the section on a benchmark: its bars, its acceptance by position, and its table."""
+    """Return the section on a benchmark (the JSON of `selfspec bench --out`): plots, and a table per temperature."""
     frame, positions = bench_frame(bench), bench_position_frame(bench)
     drawn, notes = [], []
     if (frame["speedup"].notna() & (frame["method"] != "plain")).any():
         text = reading.bench_bars(frame)
         drawn.append(picture("bars", bench_plots.bench_bars, frame, text, f"Speed of each method. {text}"))
     else:
-        notes.append("Nothing but plain decoding was measured; see selfspec bench --methods.")
+        notes.append("Only plain decoding was measured; selfspec bench --methods measures other methods.")
     if len(positions):
         text = reading.acceptance_by_position(positions)
         label = f"Acceptance by position in the benchmark. {text}"
@@ -179,7 +194,7 @@ def bench_section(bench: dict[str, Any]) -> Section:
 
 
 def _bench_table(frame: pd.DataFrame, caption: str) -> Table:
-    columns = ("method", "tokens/s", "of plain's speed", "first token", "next token", "tokens a pass")
+    columns = ("method", "tokens/s", "speedup", "first token", "next token", "tokens a pass")
     rows = tuple(
         (
             str(row.method),
@@ -200,5 +215,5 @@ def _known(value: float, form: str) -> str:
 
 
 def facts_table(caption: str, facts: Sequence[tuple[str, str]]) -> Table:
-    """Return a table of two columns: names and values."""
+    """Return a table of two columns, names and values, without a head row."""
     return Table(caption, (), tuple(facts))

@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Read(BaseModel):
-    """Base of the schemas of the fields read from a benchmark's JSON; other fields are ignored."""
+    """Base class of the schemas of a benchmark's JSON. Fields that are not declared are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -84,7 +84,7 @@ class _Bench(_Read):
 
 
 def read_bench(path: Path) -> Json:
-    """Read the output of `selfspec bench --out`. Raises `SelfspecError` for anything else."""
+    """Return the JSON object in a file written by `selfspec bench --out`. Raises `SelfspecError` for any other file."""
     text = read_text(path)
     try:
         bench: Json = json.loads(text)
@@ -97,7 +97,7 @@ def read_bench(path: Path) -> Json:
 
 
 def check_bench(bench: Any) -> None:
-    """Raise `SelfspecError` unless `bench` is a result of `selfspec bench`."""
+    """Raise `SelfspecError` unless `bench` is a JSON object as `selfspec bench --out` writes it."""
     try:
         _Bench.model_validate(bench)
     except ValidationError as error:
@@ -111,9 +111,10 @@ def check_bench(bench: Any) -> None:
 def bench_frame(bench: Json) -> pd.DataFrame:
     """Return a frame with a row for each temperature and method of a benchmark.
 
-    `speedup`: over plain decoding, the median over prompts; `low` to `high`: its 95% bootstrap interval.
-    `first_token_ms`: median TTFT in milliseconds; `next_ms` and `next_ms_95`: median and 95% quantile of the
-    inter-token latency in milliseconds. Raises `SelfspecError`.
+    Columns: `speedup`, the median over prompts of the speedup over plain decoding; `low` and `high`, its 95% bootstrap
+    interval; `first_token_ms`, the median TTFT in milliseconds; `next_ms` and `next_ms_95`, the median and the 95%
+    quantile of the inter-token latency in milliseconds; further figures as in the JSON. Raises `SelfspecError` if
+    `bench` is not a result of `selfspec bench`.
     """
     check_bench(bench)
     rows = []
@@ -140,9 +141,10 @@ def bench_frame(bench: Json) -> pd.DataFrame:
 
 
 def bench_position_frame(bench: Json) -> pd.DataFrame:
-    """Return the acceptance by position of a benchmark's drafting methods, as `position_frame`; `drafts` is unknown.
+    """Return the acceptance by draft position of each drafting method of a benchmark, in the form of `position_frame`.
 
-    Raises `SelfspecError`.
+    The column `drafts` is NaN, as a benchmark does not store it. Raises `SelfspecError` if `bench` is not a result of
+    `selfspec bench`.
     """
     check_bench(bench)
     parts = [
@@ -154,10 +156,11 @@ def bench_position_frame(bench: Json) -> pd.DataFrame:
 
 
 def source_frame(bench: Json) -> pd.DataFrame:
-    """Return a frame with a row for each temperature, method, task and source of a benchmark; task `all`: all prompts.
+    """Return a frame with a row for each temperature, method, task and source of tokens of a benchmark.
 
-    `share`: the share of the emitted tokens that a source (the draft path, lookup, ..) proposed; the others are the
-    model's own. Methods without known sources are left out. Raises `SelfspecError`.
+    The task `all` stands for all prompts. `share`: the share of the emitted tokens that the source (the draft path,
+    lookup, ..) proposed; tokens without a source come from the model itself. Methods without known sources are left
+    out. Raises `SelfspecError` if `bench` is not a result of `selfspec bench`.
     """
     check_bench(bench)
     rows = []
@@ -174,7 +177,11 @@ def source_frame(bench: Json) -> pd.DataFrame:
 
 
 def position_frame(rounds: Sequence[Round], *, method: str = "skip", temperature: float = 0.0) -> pd.DataFrame:
-    """Return, for each position in a draft, from 1, the share of accepted tokens among the `drafts` that long."""
+    """Return a frame with a row for each draft `position`, from 1.
+
+    `drafts`: the number of drafts that reach the position. `acceptance`: the share of these drafts whose token at the
+    position was accepted. `method` and `temperature`: values of the columns of that name.
+    """
     frame = _positions(acceptance_by_position(rounds), method, temperature)
     frame["drafts"] = [float(sum(done.drafted >= place for done in rounds)) for place in frame["position"]]
     return frame
@@ -190,7 +197,8 @@ def _positions(shares: Sequence[float], method: str, temperature: float) -> pd.D
 def skip_frame(profile: Profile) -> pd.DataFrame:
     """Return a frame with a row for each sub-layer of a profile's model, layers counted from 0.
 
-    `mode`: how it runs while drafting: `full`, `int8`, `int4` or `skip`; `skipped`: whether the mode is `skip`.
+    `part`: `attention` or `mlp`. `mode`: how the sub-layer runs while drafting: `full`, `int8`, `int4` or `skip`.
+    `skipped`: whether the mode is `skip`.
     """
     layers = profile.model.layers
     modes = profile.path.modes(layers)

@@ -1,4 +1,7 @@
-"""The records that trainings write next to their parts, one file each, and their frames. Does not import torch."""
+"""Records of trainings, and data frames of these records for plots. Does not import torch.
+
+`selfspec train` writes a record, a JSON file, next to each trained part (draft head, bridge or adapter).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Training(BaseModel):
-    """The record of one training; `history`: pairs of seconds of fitting and held-out tokens per pass."""
+    """The record of one training.
+
+    `history`: pairs (seconds of fitting, tokens per target pass on held-out texts). `acceptance`: the share of drafts
+    of held-out texts that match the text up to each draft position.
+    """
 
     model_config = ConfigDict(extra="ignore")
     kind: str
@@ -33,7 +40,10 @@ class Training(BaseModel):
 
 
 def read_trainings(source: Path) -> list[Training]:
-    """Read a file that `selfspec train` wrote next to a part, or all of a folder's. Raises `SelfspecError`."""
+    """Return the record in a file that `selfspec train` wrote, or all such records in a folder.
+
+    Raises `SelfspecError` for any other file, and for a folder without records.
+    """
     if kind(source) == "folder":
         files = [path for path in files_in(source) if path.suffix == ".json" and '"history"' in read_text(path)]
         if not files:
@@ -54,7 +64,10 @@ def _read(path: Path) -> Training:
 
 
 def learning_frame(trainings: list[Training]) -> pd.DataFrame:
-    """Return a frame with a row for each held-out evaluation: `kind`, `minutes` of fitting, `tokens_per_pass`."""
+    """Return a frame with a row for each evaluation on held-out texts during the trainings.
+
+    Columns: `kind` of the trained part, `minutes` of fitting before it, `tokens_per_pass`.
+    """
     rows = [(training.kind, seconds / 60, brings) for training in trainings for seconds, brings in training.history]
     return pd.DataFrame(rows, columns=["kind", "minutes", "tokens_per_pass"])
 

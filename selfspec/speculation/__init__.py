@@ -1,4 +1,4 @@
-"""Drafts, sampling, verification rules and one speculative round; the target is seen only as a `Checker`."""
+"""Drafts, sampling, verification rules and one speculative round. The target is used only through a `Checker`."""
 
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState

@@ -1,4 +1,4 @@
-"""The interface of checkers, which score drafts in a verification pass."""
+"""The interface of checkers, which compute a verification pass over drafts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Checker(Protocol):
 
     @property
     def trees(self) -> bool:
-        """Whether it can verify token trees; otherwise only chains."""
+        """Whether token trees can be verified; otherwise only drafts without branches can."""
 
     def score(
         self, seqs: Sequence[SequenceState], drafts: Sequence[Draft], *, hidden: Sequence[int] = ()
     ) -> list[Scored]:
-        """Score all drafts in one verification pass, processed as in plain decoding of each sequence.
+        """Return each draft's scores from one verification pass, with logits processors applied as in plain decoding.
 
-        `hidden`: the layers whose residual streams are returned.
+        `hidden`: the layers whose hidden states are returned, numbered as in `ForwardOutput.hidden`.
         """
 
     def keep(self, seqs: Sequence[SequenceState], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the keys and values of each draft's root and of the nodes on its path; discard the others."""
+        """Keep the keys and values of each draft's root and accepted nodes `paths`; discard those of rejected nodes."""

@@ -13,7 +13,7 @@ from selfspec.types.limits import WIDEST_DRAFT
 
 
 class Limit(NamedTuple):
-    """The largest draft allowed: tokens on its longest path, and tokens in all."""
+    """The largest draft allowed: `depth`, tokens on its longest path, and `nodes`, all its tokens."""
 
     depth: int
     nodes: int = WIDEST_DRAFT
@@ -23,23 +23,22 @@ class Drafter(Protocol):
     """The source of drafts for sequences, round by round.
 
     No token is drafted below an end-of-sequence token. When sampling, the choice to draft a token may depend on earlier
-    draws, never on the draw of that token itself. All randomness comes from each sequence's own sampler, and the draft
-    of a sequence does not depend on the rest of the batch.
+    draws, never on the draw of that token itself. All randomness comes from the sequence's `sampler`, and the draft of
+    a sequence does not depend on the other sequences of the batch.
     """
 
     @property
     def hidden(self) -> Sequence[int]:
-        """Layers whose residual streams the full passes return in `ForwardOutput.hidden`."""
+        """Layers whose hidden states the full passes shall return in `ForwardOutput.hidden`."""
 
     @property
     def drafts(self) -> bool:
-        """Whether it ever proposes tokens."""
+        """Whether the drafter ever proposes tokens."""
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Start a sequence; `prefill` is the full pass over its prompt without the last token (no logits).
 
-        If `hidden` is empty, `prefill` may cover less than that: the KV cache may hold the beginning of the prompt
-        already.
+        If `hidden` is empty, `prefill` may lack the prompt's first tokens, whose keys and values were cached already.
         """
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:

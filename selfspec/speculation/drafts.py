@@ -18,11 +18,11 @@ class Draft:
     """A token tree of proposed tokens, whose root is the last committed token.
 
     `tokens[i]` is a child of `parents[i]` (-1: the root; parents come first). Tokens with one parent are the candidates
-    for one position; a chain has one candidate for each. `q_row[i]` is the row of `q` `[m, V]` that token i was drawn
-    from; -1: it was chosen deterministically. Candidates from one row were drawn in order, without replacement.
-    Candidates are verified in order, and deterministic ones come first. `confidence[i]` is optional, and may cover the
-    first nodes only. `work`: the calls that made the draft; `sources`: the name of each token's source, empty where
-    unknown.
+    for one position; a chain is a draft with one candidate for each position. `q_row[i]` is the row of `q` `[m, V]`
+    that token i was drawn from; -1: it was chosen deterministically. Candidates from one row were drawn in order,
+    without replacement. Candidates are verified in order, deterministic candidates first. `confidence`: the drafter's
+    confidence in each of the first nodes; may be empty. `work`: the calls that made the draft; `sources`: the name of
+    each token's source, empty where unknown.
     """
 
     tokens: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Draft:
         if not len(self.tokens) == len(self.parents) == len(self.q_row):
             raise ValueError("a draft needs a parent and a q_row for each token")
         if self.sources and len(self.sources) != len(self.tokens):
-            raise ValueError("a draft's sources are of every token, or of none")
+            raise ValueError("draft sources: expected one for each token, or none")
         if any(not -1 <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("a draft's parents must come before their children")
         if max(self.q_row, default=-1) >= (0 if self.q is None else len(self.q)):
@@ -53,7 +53,7 @@ class Draft:
         work: Work = NO_WORK,
         sources: Sequence[str] = (),
     ) -> Draft:
-        """Make a chain; token i was drawn from row i of `q` `[n, V]`, or deterministically if `q` is None."""
+        """Make a draft without branches; token i was drawn from row i of `q` `[n, V]`; None: all deterministic."""
         n = len(tokens)
         rows = tuple(range(n)) if q is not None else (-1,) * n
         return cls(tuple(tokens), tuple(range(-1, n - 1)), q, rows, tuple(confidence), work, tuple(sources))
@@ -113,12 +113,12 @@ class Draft:
         return tuple(reversed(path))
 
     def prefixes(self, committed: Sequence[int]) -> Iterator[list[int]]:
-        """Yield for each row (the root, then each token) all tokens up to and including its own."""
+        """Yield, for each row (the root, then each token), the prefix up to the row's token, which is included."""
         for node in range(-1, len(self)):
             yield [*committed, *(self.tokens[i] for i in self.path_to(node))]
 
     def backbone(self) -> Draft:
-        """Return the chain of first children alone, for a runtime that cannot verify token trees."""
+        """Return the chain of first children without other candidates, for a checker that verifies no token trees."""
         if self.is_chain:
             return self
         nodes: list[int] = []
@@ -157,7 +157,9 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of verifying a draft: the accepted nodes in order, and the tokens emitted (accepted and next).
+    """The result of verifying a draft: `path`, the accepted nodes in order, and `tokens`, the emitted tokens.
+
+    The emitted tokens are the accepted tokens and the target's next token, up to the sequence's end.
 
     `step` holds the logits and hidden states of the whole verification pass (the root's row, then each token's),
     including rejected tokens. `p` `[1 + m, V]`: the target's probabilities in these rows; None in greedy decoding.
@@ -171,7 +173,7 @@ class Outcome:
 
     @property
     def target_distributions(self) -> Tensor | None:
-        """The target distributions `[len(path) + 1, V]` of the path's tokens and the next one, before any residual."""
+        """The target distributions `[len(path) + 1, V]` for the path's tokens and the next token, not residual ones."""
         return None if self.p is None else self.p[[0, *(node + 1 for node in self.path)]]
 
     @property

@@ -11,10 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Output of a forward pass: `logits` `[B, n or 1, V]` or None, and `hidden` by layer, `[B, n, D]`.
+    """Output of a forward pass: `logits` `[B, n or 1, V]` or None, and `hidden`, hidden states `[B, n, D]` by layer.
 
-    `hidden[l]` is the residual stream that enters layer l; `hidden[L]` the one that leaves the last layer, before the
-    final norm. `between[l]` is the residual stream of layer l between its attention and its MLP, `[B, n, D]`.
+    `hidden[l]` is the residual stream that enters layer l; with L layers, `hidden[L]` is the residual stream that
+    leaves the last layer, before the final norm. `between[l]` is the residual stream of layer l between its attention
+    and its MLP, `[B, n, D]`.
     """
 
     logits: Tensor | None
@@ -29,7 +30,7 @@ class ForwardOutput:
 
 
 def joined(steps: Sequence[ForwardOutput]) -> ForwardOutput:
-    """Join passes over consecutive tokens into one; passes without logits add none."""
+    """Concatenate the outputs of passes over consecutive tokens; passes without logits add no rows of logits."""
     if len(steps) < 2:
         return steps[0] if steps else ForwardOutput(None)
     logits = [step.logits for step in steps if step.logits is not None]

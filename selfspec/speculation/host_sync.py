@@ -1,4 +1,4 @@
-"""Reads of tensor values on the host.
+"""Reading of tensor values into Python.
 
 Each read waits until an accelerator has finished all queued work, so several values are read in one transfer.
 """
@@ -18,7 +18,10 @@ def needs_sync(tensor: Tensor) -> bool:
 
 
 def to_lists(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Return the values of tensors `[n]` of one device, exact in float64; in one transfer if reading waits."""
+    """Return the values of one-dimensional tensors on one device; an accelerator's values come in one transfer.
+
+    That transfer is in float64, which is exact.
+    """
     if not needs_sync(tensors[0]):
         return [t.tolist() for t in tensors]
     values: list[float] = torch.cat([t.double() for t in tensors]).tolist()

@@ -14,7 +14,7 @@ from selfspec.speculation.sequence import SequenceState
 def one_round(
     checker: Checker, drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]
 ) -> list[Outcome]:
-    """Run one round for sequences that may all emit; drafts stay within `limits`, and depth 0 means no draft.
+    """Run one round for sequences that may still emit tokens; drafts stay within `limits`, and depth 0 means no draft.
 
     Raises `SelfspecError` for a draft beyond its limit, and whatever drafters, processors and rules raise. No token has
     been cached or emitted in that case.
@@ -43,8 +43,8 @@ def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[
         for i, draft in zip(drafting, proposals, strict=True):
             if len(draft) > limits[i].nodes or draft.depth > limits[i].depth:
                 raise SelfspecError(
-                    f"{type(drafter).__name__} drafted {len(draft)} tokens, {draft.depth} deep; there is room for "
-                    f"{limits[i].nodes}, {limits[i].depth} deep, and a drafter must keep to its limits"
+                    f"{type(drafter).__name__} drafted {len(draft)} tokens, {draft.depth} deep; expected at most "
+                    f"{limits[i].nodes} tokens, {limits[i].depth} deep"
                 )
             drafts[i] = draft
     return drafts

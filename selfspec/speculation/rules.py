@@ -1,4 +1,4 @@
-"""Verification rules: which drafted tokens are accepted, and which token comes next.
+"""Verification rules, which decide which drafted tokens are accepted and which token comes next.
 
 A rule takes a draft, the target's processed scores for the root and each token `[1 + m, V]`, the sampler, and the
 sequence position of the first drafted token.
@@ -20,10 +20,10 @@ from selfspec.speculation.sampling import NO_TOKEN, Sampler
 
 
 class Verdict(NamedTuple):
-    """The result of a rule: the accepted nodes in order, the next token, and p.
+    """The result of a rule: `path`, the accepted nodes in order, and `token`, the next token.
 
     `p` `[1 + m, V]`: the target's probabilities in the rows of the root and of each token, before any residual was
-    taken; None if the rule did not need them.
+    taken; None if the rule did not need the probabilities.
     """
 
     path: tuple[int, ...]
@@ -32,21 +32,21 @@ class Verdict(NamedTuple):
 
 
 class Rule(Protocol):
-    """A verification rule."""
+    """The interface of verification rules."""
 
     def __call__(self, draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
         """Return the accepted path and the next token."""
 
 
 def greedy(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Accept the deepest path whose every token is the target's argmax."""
+    """Accept the deepest path on which every token is the target's argmax."""
     del sampler, position
     values, best = to_lists(scores.max(-1))
     return _follow(draft, [int(t) if v > -math.inf else -1 for t, v in zip(best, values, strict=True)])
 
 
 def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Accept the deepest path whose every token is the one the target draws with its position's noise.
+    """Accept the deepest path on which every token equals the target's draw with the noise tied to its position.
 
     The text then equals plain decoding with the same seed, for any draft. A draft made with the same noise is accepted
     with probability at least (1 - TV) / (1 + TV), TV the total variation distance between p and q (Daliri et al.
@@ -58,9 +58,10 @@ def match(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
 
 
 def _follow(draft: Draft, target_tokens: Sequence[int], p: Tensor | None = None) -> Verdict:
-    """Return the deepest path whose every token is the `target_tokens` one of the row before, and the token after it.
+    """Accept the deepest path on which every token equals the target's token in its parent's row.
 
-    Raises `SelfspecError` if that token is -1 (none can be chosen).
+    `target_tokens`: the target's token in each row (the root, then each token); -1: no token can be chosen there.
+    Raises `SelfspecError` if no token can be chosen after the path.
     """
     deepest, matches = -1, [True]  # matches[0]: the root
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
@@ -73,7 +74,7 @@ def _follow(draft: Draft, target_tokens: Sequence[int], p: Tensor | None = None)
 
 
 def token(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
-    """Token-level rejection sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318), for candidates recursively.
+    """Token-level rejection sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318), recursive over candidates.
 
     A token x drawn from q is accepted with probability min(1, r(x) / q(x)), where r is the target's p at first. A
     rejected token leaves the residual distribution r = norm((r - q)+), and q without x, for the next candidate. Emitted
@@ -99,10 +100,10 @@ def block(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verd
         P_0 = 1;  P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))
         R_i = sum over x of (P_i p_{i+1}(x) - q_{i+1}(x))+      h_i = R_i / (R_i + 1 - P_i), the last one P_i
 
-    The number of accepted tokens is the last i whose own coin of probability h_i succeeds. The next token is drawn from
-    the residual r = norm((P_i p_{i+1} - q_{i+1})+), or from p after the whole chain. In a tree, the chains of first
-    children are the blocks. Where a block ends early, the further candidates are proposals for r, recursively as in
-    `token`; a fresh block begins below an accepted one.
+    For each i a coin with probability h_i is tossed; the number of accepted tokens is the last i whose coin succeeds.
+    The next token is drawn from the residual r = norm((P_i p_{i+1} - q_{i+1})+), or from p after the whole chain. In a
+    tree, the chains of first children are the blocks. Where a block ends early, the further candidates are proposals
+    for r, recursively as in `token`; a new block begins below an accepted candidate.
     """
 
     def judge(spine: Sequence[int], p: Tensor, ratios: Sequence[float]) -> tuple[int, Tensor]:
@@ -167,7 +168,11 @@ def _num_accepted(weights: Sequence[float], left: Sequence[float], sampler: Samp
 
 
 def _candidates(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, otherwise: Tensor) -> tuple[int, Tensor]:
-    """Return the accepted candidate after the first, or -1; and the residual `[V]` that remains."""
+    """Try a position's candidates after the first, in order; return the accepted node, and the residual `[V]` left.
+
+    The node is -1 if no candidate is accepted. `residual`: the distribution after the first candidate's rejection;
+    `otherwise`: the distribution to use if rounding leaves no mass.
+    """
     children = draft.children[row]
     for place in range(1, len(children)):
         node = children[place]
@@ -180,7 +185,7 @@ def _candidates(draft: Draft, row: int, residual: Tensor, sampler: Sampler, *, o
 
 
 def _ratio(p: float, q: float) -> float:
-    """Return p / q; if rounding left q = 0, 1 where p > 0 and 0 elsewhere; 0 if p is not a number."""
+    """Return p / q; 0 if p is NaN; if rounding left q = 0: 1 for p > 0, else 0."""
     return (p / q if p >= 0 else 0.0) if q > 0 else float(p > 0)
 
 
@@ -198,7 +203,7 @@ def _chances(draft: Draft, p: Tensor) -> tuple[list[float], list[float]]:
 
 
 def _proposal(draft: Draft, node: int, before: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return the proposal `[V]` that `node` was drawn from, without the candidates `before` it from the same row."""
+    """Return the distribution `[V]` that `node` was drawn from, without the candidates `before` from its row of q."""
     row = draft.q_row[node]
     if row < 0 or draft.q is None:
         q = torch.zeros_like(like)

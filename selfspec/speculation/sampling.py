@@ -1,6 +1,6 @@
-"""Token selection: `transformers`' own logits processors as in plain decoding, and all randomness.
+"""Sampling: `transformers`' logits processors, applied as in plain decoding, and all random numbers.
 
-Every random number of a generation passes through a `Sampler`, including those of drafters and verification.
+Drafters and verification draw their random numbers from a sequence's `Sampler` too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers.generation import logits_process as hf
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.host_sync import needs_sync, to_lists
+from selfspec.types.limits import LOWEST_TEMPERATURE
 
-LOWEST_TEMPERATURE = 1e-5  # below it float32 scores overflow, and sampling is greedy decoding anyway
 _REMEMBERED = 24  # positions whose noise is cached, enough for most drafts; other noise is regenerated identically
 
 # These processors read the scores alone, so all rows of a pass are processed at once.
@@ -49,7 +49,7 @@ NO_TOKEN = (
 
 
 class Sampler:
-    """The sampler of one sequence.
+    """The sampler of one sequence: it applies logits processors and draws tokens.
 
     `temperature` 0 is greedy decoding. `top_k` and `top_p` are off when None and apply to sampling only, as in
     `transformers`. `processors` are further `transformers` logits processors, applied first, greedy or not.
@@ -114,7 +114,10 @@ class Sampler:
         return scores
 
     def noisy_scores(self, scores: Tensor, position: int) -> Tensor:
-        """Return the scores `[V]` that the token for `position` maximises: `scores`, or log p + g with tied noise."""
+        """Return the scores `[V]` whose argmax is the token for `position`.
+
+        These are `scores` in greedy decoding, and log p + g with tied noise g.
+        """
         if self.greedy:
             return scores
         assert self.tied
@@ -151,7 +154,7 @@ class Sampler:
         return [int(t) if 0 < value < math.inf else -1 for t, value in zip(tokens, best, strict=True)]
 
     def _noise_at(self, position: int, p: Tensor) -> Tensor:
-        """Return exponential noise `[V]` of a counter-based generator; no two positions share any of it."""
+        """Return the exponential noise `[V]` tied to `position`; positions use disjoint random numbers."""
         noise = self._noise.get(position)
         if noise is None:
             noise = self._noise[position] = tied_noise(self._key, position, p)
@@ -171,9 +174,10 @@ class Sampler:
     ) -> DraftedToken | None:
         """Take the token for `position` from a draft's processed scores `[V]`; None if processors mask every token.
 
-        `p`: the probabilities of the scores, if already computed. The gap is that of the scores, or of log p + g with
-        tied noise. `sure`: the caller guarantees a finite score unless a processor that reads the prefix masks every
-        token. All values are read from the device at once.
+        `p`: the probabilities of the scores, if already computed. `with_p`, `with_gap`: whether to return the token's
+        probability, and the gap between the two best scores (with tied noise, the two best log p + g). `sure`: the
+        caller guarantees a finite score unless a processor that reads the prefix masks every token. All values are read
+        from the device at once.
         """
         if p is None and (with_p or not self.greedy):
             p = self.probs(scores)
@@ -200,7 +204,7 @@ class Sampler:
     def _taken(
         self, scores: Tensor, p: Tensor | None, race: Tensor | None, with_p: bool, with_gap: bool, sure: bool
     ) -> DraftedToken | None:
-        """`take` for a device whose reads wait: all values come in one transfer."""
+        """Take a token as `take` does, on a device whose reads wait: all values come in one transfer."""
         best, index = scores.max(0, keepdim=True)
         worth = torch.ones_like(best)
         if race is not None:
@@ -224,7 +228,7 @@ class Sampler:
 
 
 class DraftedToken(NamedTuple):
-    """A token taken by a drafter, its probability, and its gap to the runner-up; 0 where not requested."""
+    """A token taken by a drafter, its probability, and the gap between the two best scores; 0 where not requested."""
 
     token: int
     probability: float = 0.0
@@ -252,18 +256,18 @@ def best_and_share(logits: Tensor) -> tuple[int, float]:
 
 
 def best_of(merits: Tensor) -> int:
-    """Return the argmax of `merits` `[V]`; numpy takes a twentieth of torch's time for it on a CPU."""
+    """Return the argmax of `merits` `[V]`, on a CPU by numpy, which takes a twentieth of torch's time."""
     return int((merits if needs_sync(merits) else merits.numpy()).argmax())
 
 
 def gaps(merits: Tensor) -> Tensor:
-    """Return the difference of the two largest of `merits` `[.., V]` as `[..]`; infinite if only one is finite."""
+    """Return the difference of the two largest values in `merits` `[.., V]`, `[..]`; infinite if only one is finite."""
     best, index = merits.max(-1, keepdim=True)
     return (best - merits.scatter(-1, index, -torch.inf).amax(-1, keepdim=True)).squeeze(-1)
 
 
 def gap(merits: Tensor, token: int) -> float:
-    """Return the difference of `merits` `[V]` at `token`, the known argmax, and its largest other value."""
+    """Return the difference between `merits` `[V]` at `token`, the known argmax, and the largest other value."""
     others = merits.index_fill(0, torch.tensor(token, device=merits.device), -torch.inf)
     return float(merits[token] - others.max())
 
@@ -276,7 +280,10 @@ def tied_noise(seed: int, position: int, like: Tensor) -> Tensor:
 
 
 def as_integer(value: object, name: str, *, least: int) -> int:
-    """Return `value` as an integer of at least `least`. Raises `SelfspecError`, which names it `name`, else."""
+    """Return `value` as an integer; `name`: its name in errors.
+
+    Raises `SelfspecError` if the value is not an integer, or is below `least`.
+    """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -287,7 +294,7 @@ def as_integer(value: object, name: str, *, least: int) -> int:
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise `SelfspecError` for a value out of range."""
+    """Raise `SelfspecError` for a temperature, `top_k` or `top_p` out of range."""
     if not (math.isfinite(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)):
         raise SelfspecError(f"temperature {temperature}: expected 0 (greedy), or {LOWEST_TEMPERATURE} or more")
     if top_k is not None and top_k < 1:

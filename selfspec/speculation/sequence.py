@@ -13,10 +13,11 @@ from selfspec.speculation.sampling import Sampler
 class SequenceState:
     """The state of one sequence during decoding; only a round changes it. Drafters and caches key their state by it.
 
-    `tokens`: prompt and emitted tokens. `remaining`: tokens it may still emit; 0 once it has ended. `row`: its KV cache
-    row, allotted by the engine. `num_cached`: tokens whose keys and values were cached when it joined. `ends`:
-    end-of-sequence tokens. `rule`: its verification rule; by default the one that fits its sampler. `stop`: called with
-    each emitted token in order; returns whether the sequence ends there.
+    `tokens`: prompt and emitted tokens. `remaining`: how many tokens the sequence may still emit; 0 once it has ended.
+    `row`: the sequence's KV cache row, which the engine assigns. `num_cached`: how many tokens had their keys and
+    values in the cache when the sequence joined. `ends`: end-of-sequence tokens. `rule`: the verification rule; None:
+    the default rule of the sampler. `stop`: called with each emitted token in order; returns whether the sequence ends
+    after that token.
     """
 
     tokens: list[int]
@@ -35,7 +36,7 @@ class SequenceState:
         return self.rule
 
     def emit(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append `tokens` up to and including the first that ends the sequence; return the appended ones."""
+        """Append `tokens` up to and including the first that ends the sequence; return the appended tokens."""
         emitted: list[int] = []
         for token in tokens[: self.remaining]:
             emitted.append(token)

@@ -23,7 +23,7 @@ class PlacedDraft(NamedTuple):
 class TreeBatch(NamedTuple):
     """Tokens `[B, n]` of one pass, with positions, slots, mask `[B, n, S]` and cache rows as `forward` takes them.
 
-    A draft's root comes first, then its tokens in order. `at[i]`: the batch row b of the i-th draft.
+    A draft's root comes first, then its tokens in order. `batch_rows[i]`: the batch row of the i-th draft.
     """
 
     tokens: Tensor
@@ -38,7 +38,7 @@ def lay_out(placed: Sequence[PlacedDraft], *, spare: int, device: torch.device) 
     """Return the batch of these drafts; token i of a draft has slot `start + 1 + i` and the position of its depth.
 
     Each token attends to all slots before its root, its root, its ancestors and itself. Shorter drafts, and cache rows
-    in between without a draft, are padded. Padding is written to the slot `spare`, which no mask shows.
+    in between without a draft, are padded. Padding is written to the slot `spare`, to which no token attends.
     """
     if len(placed) == 1:
         return _alone(placed[0], device)
@@ -61,7 +61,7 @@ def lay_out(placed: Sequence[PlacedDraft], *, spare: int, device: torch.device) 
 
 
 def _alone(entry: PlacedDraft, device: torch.device) -> TreeBatch:
-    """Return the batch of a single draft; its slots are consecutive, and a chain needs no mask."""
+    """Return the batch of a single draft; its slots are consecutive, and a draft without branches needs no mask."""
     row, root, start, draft = entry
     tokens = torch.tensor([[root, *draft.tokens]], device=device)
     rows = slice(row, row + 1)

@@ -1,6 +1,7 @@
 """Prompts read by the `datasets` library: parquet files, folders of texts, and well-known data sets of the hub.
 
-At most the first `ROWS` rows are streamed, without a copy in a cache; rows without text are skipped.
+Rows are streamed, without a copy in a cache. By default only the first `ROWS` rows are read, and rows without text are
+left out; `Rows.note` says how many.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from urllib.parse import quote
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import check_file, read_text
 from selfspec.basics.hub import unreachable
+from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_template import PromptTemplate
 
 ROWS = 4096
 BATCH = 512  # rows in memory at a time, as one row group of a parquet file may have a million
-RETRIES = 3  # after an interrupted read
+RETRIES = 3  # maximum number of retries of an interrupted read
 SUFFIXES = (".txt", ".md", ".rst", ".tex", ".py", ".js", ".ts", ".java", ".c", ".h", ".cpp", ".go", ".rs")
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A data set of the hub: its repository, and the template that makes prompts of its rows.
+    """A data set of the hub: its repository, and `shape`, the template that makes prompts of its rows.
 
-    Searches draw from `split`; audits and benchmarks from `held_out`, which is another split if the set has two.
+    Searches read the split `split`; audits and benchmarks read `held_out`, which is another split if the data set has
+    two. `config`: the data set's configuration. `revision`: the repository's revision (None: the main revision).
     """
 
     repository: str
@@ -42,7 +45,7 @@ class Preset:
 
     @property
     def address(self) -> str:
-        """The URL of its page on the hub."""
+        """The URL of the data set's page on the hub."""
         revision = f"/tree/{quote(self.revision, safe='')}" if self.revision else ""
         return f"https://huggingface.co/datasets/{self.repository}{revision}"
 
@@ -67,27 +70,39 @@ PRESETS = {
 }
 
 
-def read_parquet(path: Path, shape: PromptTemplate) -> list[str]:
-    """Read the prompts of a parquet file's first rows. Raises `SelfspecError`, which names the file."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The prompts of a data set's rows. `note`: which rows gave no prompt, as a text to show; None if every row did."""
+
+    prompts: list[Prompt]
+    note: str | None = None
+
+
+def read_parquet(path: Path, shape: PromptTemplate, *, every: bool = False, limit: int | None = ROWS) -> Rows:
+    """Read the prompts of a parquet file's rows; rows without a text are left out, or with `every` raise an error.
+
+    `limit`: the most rows that are read (None: all rows). Raises `SelfspecError`, which names the file, and with
+    `every` the first row without a text.
+    """
     check_file(path)
     try:
         with _settings():
-            return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path))
+            return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path), every=every, limit=limit)
     except SelfspecError:
         raise
     except Exception as error:  # a corrupt file can raise anything
         raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
 
 
-def read_folder(path: Path, shape: PromptTemplate) -> list[str]:
+def read_folder(path: Path, shape: PromptTemplate, *, every: bool = False, limit: int | None = ROWS) -> Rows:
     """Read the text files of a folder, each a prompt. Raises `SelfspecError`, which names the folder or file."""
-    files = text_files(path)[:ROWS]
+    files = text_files(path)
     if not files:
         raise SelfspecError(f"{path}: holds no prompts; expected text files ({' '.join(SUFFIXES)})")
     try:
         with _settings():
             rows = _stream("text", files, sample_by="document", encoding="utf-8-sig")
-            return _prompts(rows, shape, str(path), columns=["text"])
+            return _prompts(rows, shape, str(path), columns=["text"], every=every, limit=limit)
     except SelfspecError:
         raise
     except Exception as error:
@@ -109,7 +124,9 @@ def text_files(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str]:
+def read_preset(
+    name: str, shape: PromptTemplate, *, held_out: bool, every: bool = False, limit: int | None = ROWS
+) -> Rows:
     """Read the prompts of a data set of the hub, or of its copy in the cache of `datasets`.
 
     Raises `SelfspecError` within a minute if neither is available; the message says what to download and how to use it.
@@ -124,7 +141,7 @@ def read_preset(name: str, shape: PromptTemplate, *, held_out: bool) -> list[str
             HF_HUB_OFFLINE=missing is not None, STREAMING_READ_MAX_RETRIES=RETRIES, STREAMING_OPEN_MAX_RETRIES=RETRIES
         ):
             rows = load_dataset(preset.repository, preset.config, split=split, revision=preset.revision, streaming=True)
-            return _prompts(rows, shape, name)
+            return _prompts(rows, shape, name, every=every, limit=limit)
     except SelfspecError:
         raise
     except Exception as error:  # a network can fail in any way
@@ -145,8 +162,19 @@ def _stream(kind: str, files: Iterable[Path], **options: Any) -> Any:
     return load_dataset(kind, data_files={"train": names}, split="train", streaming=True, **options)
 
 
-def _prompts(rows: Any, shape: PromptTemplate, where: str, columns: list[str] | None = None) -> list[str]:
-    """Return the prompts of a streamed data set's first rows. Raises `SelfspecError` if there is none."""
+def _prompts(
+    rows: Any,
+    shape: PromptTemplate,
+    where: str,
+    columns: list[str] | None = None,
+    *,
+    every: bool = False,
+    limit: int | None = ROWS,
+) -> Rows:
+    """Return the prompts of a streamed data set's rows. Raises `SelfspecError` if there is none.
+
+    With `every`, a row without a text raises `SelfspecError` too, and no row is left out.
+    """
     names = columns or rows.column_names or list(next(iter(rows), {}))
     if not names:
         raise SelfspecError(f"{where}: holds no prompts")
@@ -154,11 +182,23 @@ def _prompts(rows: Any, shape: PromptTemplate, where: str, columns: list[str] | 
         wanted = shape.columns(names)
     except SelfspecError as error:
         raise SelfspecError(f"{where}: {error}") from None
-    read = rows.select_columns(list(wanted)).take(ROWS)
-    prompts = [text for row in read if (text := shape.text(row)) is not None]
+    prompts, empty, more = list[Prompt](), 0, False
+    for number, row in enumerate(rows.select_columns(list(wanted)), start=1):
+        if limit is not None and number > limit:
+            more = True
+            break
+        prompt = shape.prompt(row)
+        if prompt is not None:
+            prompts.append(prompt)
+        elif every:
+            raise SelfspecError(f"{where}, row {number}: expected a row whose {shape}")
+        else:
+            empty += 1
     if not prompts:
         raise SelfspecError(f"{where}: holds no prompts; expected rows whose {shape}")
-    return prompts
+    notes = [f"{empty} row{'s' if empty > 1 else ''} without text"] if empty else []
+    notes += [f"all rows after the first {limit}"] if more else []
+    return Rows(prompts, f"{where}: not used: {' and '.join(notes)}" if notes else None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Streaming detokeniser, which delays incomplete UTF-8 and possible beginnings of stop strings."""
+"""Streaming detokeniser, which holds back an incomplete character and text that may be the start of a stop string."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # tokenizers decode the first bytes of an incomplete character to this
-_CONTEXT = 6  # prompt tokens decoded along, so that the text continues the prompt (leading spaces)
+_CONTEXT = 6  # prompt tokens decoded with the text, so that the text gets the right leading space
 
 
 class TextStream:
     """Detokeniser of one generation, which takes one token at a time and stops at the first stop string.
 
-    The text ends before the stop string. `take` returns the new text that can no longer change; `text` is all of it so
-    far. `texts` and `ends` attribute parts of the text to tokens.
+    The text ends before the stop string. `take` returns the new text that can no longer change, and `text` the whole
+    text that can no longer change. `texts` and `ends` attribute parts of the text to tokens. `prompt`: the prompt's
+    token ids. `stop`: the stop strings.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -105,7 +106,7 @@ class TextStream:
         return self._ends
 
     def texts(self, n: int, text: str) -> list[str]:
-        """Split `text`, which the first `n` new tokens made, into the part of each token."""
+        """Return the part that each of the first `n` new tokens has in their joint `text`."""
         ends = [min(end, len(text)) for end in self.ends[:n]]
         ends[-1:] = [len(text)] * bool(ends)
         return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,7 +1,8 @@
 """Guided generation: new text constrained by a regular expression or a JSON schema, through `llguidance`.
 
-A guide is a logits processor that depends on the prefix alone, as every processor must here: its matcher consumes a
-draft token by token and rolls back to the common prefix with the next request. So it masks p and q alike.
+A guide makes a logits processor whose mask depends only on the tokens before a position, as it must for every
+processor. Its matcher consumes a draft token by token, and rolls back to the longest common prefix when it is asked for
+another prefix. The draft's and the target's distributions are therefore masked alike.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 
-_MAX_MASKS = 256  # cached masks: a draft's tokens are masked when drafted, and again when verified
+_MAX_MASKS = 256  # cached masks, as each position of a draft is masked for drafting and again for verification
 
 
 class Guide:
@@ -63,7 +64,11 @@ class Guide:
 
 
 def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> str:
-    """Return the grammar in `llguidance`'s format. Raises `SelfspecError` if it is invalid, or without `llguidance`."""
+    """Return the grammar of a regular expression or a JSON schema, in `llguidance`'s format.
+
+    Raises `SelfspecError` for an invalid grammar, unless exactly one of both is given, and if `llguidance` is not
+    installed.
+    """
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -89,7 +94,7 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
 
 
 def _reason(problem: str) -> str:
-    """Return the reason of a grammar error, without `llguidance`'s position in its internal form."""
+    """Return the reason in an error text of `llguidance`, without the position, which is in its internal format."""
     _, separator, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
     if separator:
         return reason.splitlines()[0].strip()
@@ -104,7 +109,11 @@ def _raise(matcher: Any) -> None:
 
 
 class _Guided(LogitsProcessor):  # type: ignore[misc]
-    """Logits processor that masks the scores after any prefix; prefixes may come in any order."""
+    """Logits processor that masks the scores of tokens that the grammar forbids; prefixes may come in any order.
+
+    `ends`: the generation's end tokens. `no_ends`: end tokens of the guide that do not end the generation, and are
+    therefore forbidden. `prompt`: the number of prompt tokens.
+    """
 
     def __init__(self, matcher: Any, ends: frozenset[int], no_ends: frozenset[int], prompt: int) -> None:
         self._matcher, self._ends, self._no_ends, self._prompt = matcher, ends, sorted(no_ends), prompt
@@ -121,7 +130,7 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
         return scores if forbidden is None else scores.masked_fill(forbidden, -torch.inf)
 
     def _forbidden(self, new: Sequence[int], scores: Tensor) -> Tensor | None:
-        """Return the mask `[V]` of forbidden tokens; None after a prefix that is never emitted."""
+        """Return the mask `[V]` of forbidden tokens after the new tokens `new`; None if the grammar rejects `new`."""
         if not self._ends.isdisjoint(new) or not self._follow(list(new)):
             return None
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
@@ -133,7 +142,7 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
         return torch.from_numpy(~allowed).to(scores.device)
 
     def _follow(self, new: list[int]) -> bool:
-        """Move the matcher to the tokens `new`; return False if the grammar rejects them."""
+        """Move the matcher to the state after the new tokens `new`; return False if the grammar rejects `new`."""
         same = min(len(new), len(self._path))
         while new[:same] != self._path[:same]:
             same -= 1

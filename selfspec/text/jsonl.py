@@ -24,20 +24,20 @@ def digest(prompt: Prompt) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-class FileTexts(Sequence[str]):
-    """Lazy sequence of texts from a file's lines: it stores only offsets, and reads a text on access.
+class FileTexts(Sequence[Prompt]):
+    """Lazy sequence of prompts from a file's lines: it stores only offsets, and reads a prompt on access.
 
-    `text(line, where)` converts a line to its text. `digests`: a hash of each text, to find equal ones. Raises
+    `text(line, where)` converts a line to its prompt. `digests`: a hash of each prompt, to find equal ones. Raises
     `SelfspecError` if the file can no longer be read.
     """
 
-    def __init__(self, path: Path, text: Callable[[str, str], str]) -> None:
+    def __init__(self, path: Path, text: Callable[[str, str], Prompt]) -> None:
         self._path, self._text = path, text
         self._starts, self._numbers = array("q"), array("q")
         self.digests: list[bytes] = []
 
-    def add(self, line: Line, text: str) -> None:
-        """Add a line, and its text for the digest."""
+    def add(self, line: Line, text: Prompt) -> None:
+        """Add a line to the sequence; `text`: the line's prompt, of which only a hash is kept."""
         self._starts.append(line.start)
         self._numbers.append(line.number)
         self.digests.append(digest(text))
@@ -46,16 +46,16 @@ class FileTexts(Sequence[str]):
         return len(self._starts)
 
     @overload
-    def __getitem__(self, index: int) -> str: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
         if isinstance(index, slice):
             return tuple(self._read(range(len(self))[index]))
         (text,) = self._read([range(len(self))[index]])
         return text
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Prompt]:
         return self._read(range(len(self)))
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +63,7 @@ class FileTexts(Sequence[str]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _read(self, indices: Iterable[int]) -> Iterator[str]:
+    def _read(self, indices: Iterable[int]) -> Iterator[Prompt]:
         with opened(self._path) as file:
             for index in indices:
                 file.seek(self._starts[index])
@@ -129,5 +129,5 @@ def json_row(text: str, where: str) -> Any:
 def check_unicode(text: str, where: str) -> str:
     """Return the text. Raises `SelfspecError` for unpaired surrogates, which JSON can encode."""
     if not is_unicode(text):
-        raise SelfspecError(f"{where}: the text has half a surrogate pair, which is no Unicode")
+        raise SelfspecError(f"{where}: the text has half a surrogate pair, which is not valid Unicode")
     return text

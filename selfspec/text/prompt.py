@@ -22,6 +22,13 @@ def is_chat(prompt: object) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
+def shown(prompt: Prompt) -> str:
+    """Return a prompt as text to show: each message with its role on a new line, token ids as numbers."""
+    if is_chat(prompt):
+        return "\n\n".join(f"{entry.get('role')}: {entry.get('content')}" for entry in prompt)  # type: ignore[union-attr]
+    return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+
+
 def token_ids(prompt: Any) -> list[int]:
     """Convert a sequence of whole numbers, or a tensor or array `[n]` or `[1, n]`, to a list of token ids.
 

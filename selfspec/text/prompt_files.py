@@ -1,7 +1,7 @@
-"""Prompts from files, folders, the hub and the package: those that the user names, else built-in ones.
+"""Prompts from files, folders and data sets of the hub, and the built-in prompts of the package.
 
-This module reads `.jsonl` and `.txt` lines itself instead of by `datasets`: its JSON reader converts texts that look
-like dates to dates and accepts `["a"]` as a row, and neither of its readers names the wrong line.
+This module reads `.jsonl` and `.txt` lines itself instead of by `datasets`, whose JSON reader converts texts that look
+like dates to dates and accepts `["a"]` as a row, and whose JSON and text readers do not name a wrong line.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from typing import Any, Self
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, read_text
-from selfspec.text.datasets_prompts import PRESETS, read_folder, read_parquet, read_preset
+from selfspec.text.datasets_prompts import PRESETS, ROWS, read_folder, read_parquet, read_preset
 from selfspec.text.jsonl import FileTexts, check_unicode, json_row, lines
+from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_template import PromptTemplate
 from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
 
-TASK = ("task", "category")  # columns for a prompt's task, of which the first that exists is read
+TASK = ("task", "category")  # columns that hold a prompt's task; the first of these that exists is read
 CHAT = "built-in chat prompts"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts to draw prompts from, with their source and the column or template that made them.
+    """Texts to draw prompts from, with their source and the column or template that made the texts.
 
-    `messages`: whether each is a user's message, for a model with a chat template. `tasks`: the task of each text;
-    empty if unknown.
+    `messages`: whether each text is a user's message, for a model with a chat template. `tasks`: the task of each text;
+    empty if unknown. `note`: which rows of the source are not among the texts; None if every row is.
     """
 
     source: str
-    texts: Sequence[str]
+    texts: Sequence[Prompt]
     column: str | None = None
     template: str | None = None
     messages: bool = False
     tasks: tuple[str, ...] = ()
+    note: str | None = None
 
     def subset(self, limit: int, *, last: bool = False) -> Self:
         """Return at most `limit` texts, the first or the last; with known tasks, balanced over the tasks."""
@@ -55,10 +57,11 @@ class Prompts:
 
 
 def prompts_for(prompts: Prompts | None, part: builtin.Part, *, chat: bool, takes_messages: bool) -> Prompts:
-    """Return the prompts of a command, the user's or built-in ones, with `messages` set as they are to be used.
+    """Return the prompts of a command: `prompts`, or built-in prompts if it is None.
 
-    `takes_messages`: whether the model has a chat template. The built-in prompts are requests to an assistant for such
-    a model, and Python code for others. `chat`: use every prompt as a message.
+    `part`: the part of the built-in prompts, for calibration or held out. `takes_messages`: whether the model has a
+    chat template; the built-in prompts are then requests to an assistant, else Python code. `chat`: use every prompt as
+    a user's message. The `messages` of the result say whether the prompts are to be used as messages.
     """
     if prompts is None:
         prompts = Prompts(builtin.NAME, tuple(builtin.prompts(part)))
@@ -69,69 +72,87 @@ def prompts_for(prompts: Prompts | None, part: builtin.Part, *, chat: bool, take
 
 
 def read_prompts(
-    data: str | Path, *, column: str | None = None, template: str | None = None, held_out: bool = False
+    data: str | Path,
+    *,
+    column: str | None = None,
+    template: str | None = None,
+    held_out: bool = False,
+    chat: bool = False,
+    every: bool = False,
+    limit: int | None = ROWS,
 ) -> Prompts:
     """Read the prompts of a file, a folder, a data set of the hub by its name in `PRESETS`, or `spec-bench:PATH`.
 
     A file is `.jsonl` (an object a line), `.txt` (a prompt a line) or `.parquet`; each text file of a folder is one
     prompt. A preset's name takes precedence over a folder; write `./gsm8k` for a folder of that name. `column` and
-    `template` as in `PromptTemplate`; by default the preset's. The `task` (or `category`) is kept if every row of a
-    `.jsonl` file has one. `held_out`: read a preset's split that searches do not draw from, if it has one. Raises
-    `SelfspecError`, which names the file and the wrong line.
+    `template` are those of `PromptTemplate`; by default those of the preset. Tasks are kept if every row of a `.jsonl`
+    file has a `task` (or `category`). `held_out`: read the preset's split that searches do not read, if the preset has
+    two splits. `chat`: if a row has `messages`, the prompt is the whole conversation, else the first user message.
+    `limit`: the most rows that are read, except from a `.jsonl` or `.txt` file (None: no limit). `every`: raise an
+    error for a row without text, which is otherwise left out. Raises `SelfspecError`, which names the file and the
+    wrong line.
     """
     name, path = str(data), Path(data)
     if not name:
-        raise SelfspecError("the data's name is empty; expected a file, a folder, or the name of a set")
-    shape = PromptTemplate(column, template)
-    prompts: Sequence[str]
+        raise SelfspecError("the data's name is empty; expected a file, a folder, or the name of a data set")
+    shape = PromptTemplate(column, template, chat)
+    prompts: Sequence[Prompt]
     tasks: tuple[str, ...] = ()
     if name.startswith(PREFIX):
-        if shape != PromptTemplate():
+        if (column, template) != (None, None):
             raise SelfspecError(f"{name}: takes no column and no template; its prompts are the questions' first turns")
         path = spec_bench_file(name)
         texts, tasks = read_questions(path)
         return Prompts(f"Spec-Bench ({path.name})", texts, messages=True, tasks=tasks)
     if name in PRESETS:
         preset = PRESETS[name]
-        shape = preset.shape if shape == PromptTemplate() else shape
-        prompts = read_preset(name, shape, held_out=held_out)
+        shape = preset.shape if (column, template) == (None, None) else shape
+        rows = read_preset(name, shape, held_out=held_out, every=every, limit=limit)
         split = preset.held_out if held_out else preset.split
         name = " ".join(filter(None, (preset.repository, preset.config, split)))
     elif kind(path) == "folder":
-        prompts, name = read_folder(path, shape), path.resolve().name
+        rows, name = read_folder(path, shape, every=every, limit=limit), path.resolve().name
     elif path.suffix.lower() == ".parquet":
-        prompts, name = read_parquet(path, shape), path.name
+        rows, name = read_parquet(path, shape, every=every, limit=limit), path.name
     else:
-        prompts, tasks = _read_file(path, shape)
-        name = path.name
-    return Prompts(
-        name, prompts if isinstance(prompts, FileTexts) else tuple(prompts), shape.column, shape.template, tasks=tasks
-    )
+        prompts, tasks = _read_file(path, shape, every=every)
+        return Prompts(path.name, prompts, shape.column, shape.template, tasks=tasks)
+    return Prompts(name, tuple(rows.prompts), shape.column, shape.template, note=rows.note)
 
 
-def read_texts(data: str | Path, *, column: str | None = None, template: str | None = None) -> list[str]:
-    """Read whole texts: the rows of a `.jsonl` or `.parquet` file, each file of a folder, or one file as it is.
+def read_texts(
+    data: str | Path, *, column: str | None = None, template: str | None = None
+) -> tuple[list[str], str | None]:
+    """Read whole texts: the rows of a `.jsonl` or `.parquet` file, each file of a folder, or the text of one file.
 
-    `column` and `template` as in `PromptTemplate`, for rows. Raises `SelfspecError`, which names the file.
+    Returns the texts, and a note that says which rows gave no text (None: every row did). `column` and `template` make
+    a text of a row, as in `PromptTemplate`. Raises `SelfspecError`, which names the file.
     """
     path = Path(data)
     if kind(path) == "file" and path.suffix.lower() not in (".jsonl", ".parquet"):
-        return [text] if (text := read_text(path)).strip() else []
-    return list(read_prompts(data, column=column, template=template).texts)
+        return ([text] if (text := read_text(path)).strip() else []), None
+    prompts = read_prompts(data, column=column, template=template, limit=None)
+    return [str(text) for text in prompts.texts], prompts.note
 
 
-def _read_file(path: Path, shape: PromptTemplate) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Read the prompts of a .jsonl or .txt file, and their tasks if every prompt has one."""
+def _read_file(path: Path, shape: PromptTemplate, *, every: bool) -> tuple[Sequence[Prompt], tuple[str, ...]]:
+    """Read the prompts of a .jsonl or .txt file, and their tasks if every prompt has one.
+
+    Blank lines are not prompts; with `every`, only those at the end may be blank.
+    """
     suffix = path.suffix.lower()
     if suffix not in (".jsonl", ".txt"):
         missing = "no such file or folder; " if kind(path) == "missing" else ""
         raise SelfspecError(
-            f"{path}: {missing}expected a .jsonl file (rows with 'prompt' or 'text'), a .txt file (one a line), a "
+            f"{path}: {missing}expected a .jsonl file (rows with 'prompt' or 'text'), a .txt file (a prompt a line), a "
             f".parquet file, a folder of text files, or one of {', '.join(PRESETS)}"
         )
     text = _line_of(path, shape) if suffix == ".txt" else _row_of(shape)
-    texts, tasks = FileTexts(path, text), list[str | None]()
+    texts, tasks, number = FileTexts(path, text), list[str | None](), 0
     for line in lines(path):
+        if every and line.number > number + 1:
+            raise SelfspecError(f"{path}, line {number + 1}: blank; expected a prompt on every line")
+        number = line.number
         if suffix == ".jsonl":
             row = json_row(line.text, line.where)
             texts.add(line, _prompt(row, shape, where=line.where))
@@ -144,7 +165,7 @@ def _read_file(path: Path, shape: PromptTemplate) -> tuple[Sequence[str], tuple[
     return texts, known if len(known) == len(texts) else ()
 
 
-def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], str]:
+def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], Prompt]:
     """Return the function that makes a prompt of a line of a .txt file."""
     try:
         shape.columns(["text"])
@@ -153,16 +174,16 @@ def _line_of(path: Path, shape: PromptTemplate) -> Callable[[str, str], str]:
     return lambda line, where: shape.text({"text": line.rstrip("\r")}) or ""
 
 
-def _row_of(shape: PromptTemplate) -> Callable[[str, str], str]:
+def _row_of(shape: PromptTemplate) -> Callable[[str, str], Prompt]:
     """Return the function that makes a prompt of a line of a .jsonl file."""
     return lambda line, where: _prompt(json_row(line, where), shape, where=where)
 
 
-def _prompt(row: Any, shape: PromptTemplate, *, where: str) -> str:
-    text = shape.text(row) if isinstance(row, dict) else None
-    if text is None:
+def _prompt(row: Any, shape: PromptTemplate, *, where: str) -> Prompt:
+    prompt = shape.prompt(row) if isinstance(row, dict) else None
+    if prompt is None:
         raise SelfspecError(f"{where}: expected an object whose {shape}")
-    return check_unicode(text, where)
+    return check_unicode(prompt, where) if isinstance(prompt, str) else prompt
 
 
 def _task(row: dict[str, Any]) -> str | None:

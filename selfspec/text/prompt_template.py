@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, cast
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.text.prompt import is_chat, is_unicode
+from selfspec.text.prompt import Message, Prompt, is_chat, is_unicode
 
-DEFAULT_COLUMNS = ("prompt", "text", "messages")  # default columns, of which the first that exists is read
+DEFAULT_COLUMNS = ("prompt", "text", "messages")  # without a named column, the first of these that exists is read
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    r"""The column or template that makes a prompt of a row: `column`, by default the first of `DEFAULT_COLUMNS`.
+    r"""The column, or the template over several columns, that makes a prompt of a row.
 
-    A `template` is a text with columns in braces, such as `"Question: {question}\nAnswer:"`; `{{` and `}}` are braces.
-    With both, the template must name the column. In a list of texts, such as a conversation's turns, the first is
-    read; in a list of messages, `{"role": ..., "content": ...}`, the user's first.
+    `column`: the column to read; by default the first of `DEFAULT_COLUMNS` that the row has. `template`: a text with
+    columns in braces, such as `"Question: {question}\nAnswer:"`, where `{{` and `}}` stand for braces. If both are
+    given, the template must name the column. If a column holds a list of texts, such as a conversation's turns, the
+    first text is read; if it holds a list of messages, `{"role": ..., "content": ...}`, the user's first message is
+    read. With `chat` and without a template, the whole list of messages is the prompt.
     Raises `SelfspecError` for an invalid template.
     """
 
     column: str | None = None
     template: str | None = None
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if self.column == "":
@@ -54,8 +57,14 @@ class PromptTemplate:
             raise SelfspecError(f"no column {named} (there are: {', '.join(list(available)[:20])}); name another")
         return selected
 
-    def text(self, row: Mapping[str, Any]) -> str | None:
+    def prompt(self, row: Mapping[str, Any]) -> Prompt | None:
         """Return the prompt of a row; None if a text is missing, empty or of another type."""
+        if self.chat and self.template is None and is_chat(value := row.get(self._columns(row)[0])):
+            return cast("list[Message]", value)
+        return self.text(row)
+
+    def text(self, row: Mapping[str, Any]) -> str | None:
+        """Return the text of a row's prompt; None if a text is missing, empty or of another type."""
         texts = {name: _text(row.get(name), numbers=self.template is not None) for name in self._columns(row)}
         if None in texts.values():
             return None
@@ -68,7 +77,7 @@ class PromptTemplate:
         """Return the condition on rows for an error that reads "a row whose ..."."""
         if self.template is not None:
             named = " and ".join(f"'{name}'" for name in self._columns({}))
-            return f"{named} are there, texts that are not empty or numbers"
+            return f"{named} are texts that are not empty, or numbers"
         named = "'prompt' (or 'text')" if self.column is None else f"'{self.column}'"
         return f"{named} is a text that is not empty"
 
@@ -79,7 +88,7 @@ class PromptTemplate:
 
 
 def _names(template: str) -> tuple[str, ...]:
-    """Return a template's column names, each once. Raises `SelfspecError` for anything but plain names in braces."""
+    """Return a template's column names, each once. Raises `SelfspecError` for anything but a name inside braces."""
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Questions of Spec-Bench (Xia et al., 2401.07851): the user's first turn of each, with its task.
+"""Questions of Spec-Bench (Xia et al., 2401.07851): each question's first user turn, with its task.
 
-They are read from the benchmark's own `question.jsonl`, which is not shipped.
+The questions are read from the benchmark's own `question.jsonl`, which is not shipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from selfspec.basics.errors import SelfspecError, short
 from selfspec.text.jsonl import check_unicode, json_rows
 
 PREFIX = "spec-bench:"
-CONVERSATION = "multi-turn conversation"  # one task, as in the benchmark's own figures
+CONVERSATION = "multi-turn conversation"  # the task of all MT-Bench categories, as in Spec-Bench's results
 _OF_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 _OTHERS = ("translation", "summarization", "qa", "math_reasoning", "rag")
 TASKS = {**dict.fromkeys(_OF_MT_BENCH, CONVERSATION), **{task: task for task in _OTHERS}}  # by category
@@ -23,7 +23,7 @@ def spec_bench_file(data: str) -> Path:
     """Return the file that `spec-bench:PATH` names. Raises `SelfspecError` without a path."""
     path = data.removeprefix(PREFIX)
     if not path:
-        raise SelfspecError(f"{PREFIX} names no file; expected {PREFIX}PATH, of Spec-Bench's question.jsonl")
+        raise SelfspecError(f"{PREFIX} names no file; expected {PREFIX}PATH, the path of Spec-Bench's question.jsonl")
     return Path(os.path.expanduser(path))  # a shell does not expand ~ after the colon
 
 

@@ -10,10 +10,11 @@ MULTIPLE = 16  # quantised heads are fastest with a multiple of this many tokens
 
 
 def frequent(texts: Iterable[Iterable[int]], most: int, vocabulary: int) -> list[int]:
-    """Return the most frequent tokens in `texts` (token ids), at most `most` of all `vocabulary`, in ascending order.
+    """Return the `most` most frequent token ids in `texts` (token ids), in ascending order of id.
 
-    From 16 tokens on, the count is rounded down to a multiple of 16. Among equally frequent tokens, unseen ones
-    included, the lowest ids win: a tokenizer's early merges were the most frequent in its training text.
+    `vocabulary`: the number of token ids of the model. A number of 16 or more is rounded down to a multiple of 16.
+    Among equally frequent tokens, such as unseen tokens, the lowest ids are chosen: a tokenizer's early merges were the
+    most frequent in its training text.
     """
     count = min(most, vocabulary)
     count -= count % MULTIPLE if count >= MULTIPLE else 0

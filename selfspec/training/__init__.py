@@ -1,1 +1,1 @@
-"""Training of draft heads, bridges, adapters and draft models on the model's own texts."""
+"""Training of draft heads, bridges, adapters and draft models on texts that the model generated."""

@@ -1,6 +1,6 @@
-"""Bridges over skipped layers in closed form: ridge regression, from front to back (after ReplaceMe, 2505.02819).
+"""Bridges (linear maps in place of skipped layers), fitted by ridge regression, first to last (ReplaceMe, 2505.02819).
 
-Each bridge maps the draft's own stream before a run of skipped layers to the target's stream after the run.
+Each bridge maps the draft's hidden states before a run of skipped layers to the target's hidden states after the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # in units of the inputs' mean variance;
 
 @dataclass(slots=True)
 class _Moments:
-    """Sums over positions, in float64: of inputs x and differences y, and of their products."""
+    """Sums over positions, in float64: of inputs x, of differences y, and of the products of x with x and with y."""
 
     count: int
     x: Tensor
@@ -40,7 +40,7 @@ class _Moments:
         return cls(0, zeros, zeros.clone(), square, square.clone())
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add rows `[n, D]`."""
+        """Add n positions with inputs `x` and differences `y`, each `[n, D]`."""
         x, y = x.double().cpu(), y.double().cpu()
         self.count += len(x)
         self.x += x.sum(0)
@@ -49,7 +49,7 @@ class _Moments:
         self.xy += x.t() @ y
 
     def about(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean products of x and x, and of x and y, about these means."""
+        """Return the mean products of x with x, and of x with y, after subtracting the means `x` and `y` `[D]`."""
         n = self.count
         mean_x, mean_y = self.x / n, self.y / n
         between = torch.outer(mean_x, x), torch.outer(mean_x, y) + torch.outer(x, mean_y)
@@ -70,8 +70,8 @@ def drafted(
 ) -> tuple[ForwardOutput, ForwardOutput]:
     """Run the model and a draft path at each of `tokens` `[n]`, and return both outputs.
 
-    `of_model` and `of_draft`: numbers of layers after which the streams are returned. At each token the draft attends
-    to the model's keys and values of all earlier tokens, as the first token of every draft does.
+    `of_model` and `of_draft`: which hidden states to return, numbered as in `ForwardOutput.hidden`. At each token the
+    draft attends to the model's keys and values of all earlier tokens, as the first token of every draft does.
     """
     n = len(tokens)
     tokens = tokens.to(runtime.device).unsqueeze(0)
@@ -102,14 +102,14 @@ def fit_bridges(
     rank: int | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Trained:
-    """Fit bridges over the runs of layers that `path` skips whole; `rank` limits their rank.
+    """Fit a bridge over each run of layers that `path` skips whole; `rank` limits the rank of the bridges.
 
-    They are added to what the path `began` with. `on_progress` receives the number of finished bridges. Raises
-    `SelfspecError` for a rank above the width of the stream.
+    Returns the bridges and `began`, the bridges and updates that the path already has. `on_progress` receives the
+    number of finished bridges. Raises `SelfspecError` for a rank above the hidden size.
     """
     width = runtime.skeleton.sizes.hidden
     if rank is not None and rank > width:
-        raise SelfspecError(f"rank {rank}: expected at most {width}, as wide as the model's stream is")
+        raise SelfspecError(f"rank {rank}: expected at most {width}, the hidden size of the model")
     trained = began or Trained()
     for number, (first, end) in enumerate(path.runs(runtime.layers)):
         name = f"bridges under way {id(trained)}"
@@ -131,7 +131,7 @@ def _moments(runtime: Runtime, compiled: CompiledPath, texts: Sequence[TrainingT
 
 
 def _bridge(train: _Moments, held_out: _Moments, rank: int | None) -> Bridge:
-    """Return the least-squares map with the ridge that has the lowest held-out error."""
+    """Return the least-squares bridge, with the ridge penalty of `RIDGES` that has the lowest held-out error."""
     x, y = train.x / train.count, train.y / train.count
     xx, xy = train.about(x, y)
     held_xx, held_xy = held_out.about(x, y)
@@ -164,9 +164,9 @@ def _low_rank(weight: Tensor, xx: Tensor, rank: int) -> tuple[Tensor, Tensor, Te
 
 
 def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TrainingText]) -> tuple[float, float]:
-    """Return the share of answer positions where a path's best token is the model's, and the mean overlap of both.
+    """Return the share of answer positions where a path's most likely token is the model's, and the mean overlap.
 
-    The overlap is the sum over tokens of the smaller of the two probabilities.
+    The overlap of the path's and the model's distributions is the sum over tokens of the smaller probability.
     """
     compiled, right, shared, places = runtime.compile(path), 0.0, 0.0, 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""Distillation of the model into a smaller draft model: some of its own layers, or another model."""
+"""Distillation of the model into a smaller draft model: a subset of the model's layers, or another model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CONTEXT, REPEATS = 128, 20  # keys in the KV cache while steps are timed, and re
 
 
 def keep_layers(model: Any, count: int) -> Any:
-    """Return a model of `count` of another's layers, evenly spaced with the first and the last, with its own weights.
+    """Return a copy of a `transformers` model with `count` of its layers, evenly spaced from the first to the last.
 
-    Raises `SelfspecError` for more layers than there are, or none.
+    Raises `SelfspecError` for a `count` below 1 or above the number of layers, and if the copy lacks weights.
     """
     layers = model.config.num_hidden_layers
     if not 1 <= count <= layers:
@@ -65,12 +65,12 @@ def keep_layers(model: Any, count: int) -> Any:
             }
     missing = set(made.load_state_dict(state, strict=False).missing_keys)
     if missing - set(getattr(made, "_tied_weights_keys", None) or ()):
-        raise SelfspecError(f"of {type(model).__name__}, layers cannot be kept: it has no weight {min(missing)}")
+        raise SelfspecError(f"{type(model).__name__}: a copy with fewer layers lacks the weight {min(missing)}")
     return made.to(model.device).eval()
 
 
 def drafted_layers(runtime: Runtime, layers: int | None) -> int:
-    """Return the number of layers for drafting: `layers`, or a fifth of the model's by default.
+    """Return the number of layers for drafting: `layers`, or a fifth of the model's layers by default.
 
     Raises `SelfspecError` for more layers than the model has.
     """
@@ -80,10 +80,11 @@ def drafted_layers(runtime: Runtime, layers: int | None) -> int:
 
 
 class DistillLearner:
-    """A smaller model under training; its embeddings and its head are frozen.
+    """Trainer of a smaller draft model (the student) on the model's distributions.
 
-    `student`: a model by name; by default `layers` of the model's own layers. Raises `SelfspecError` if the student
-    cannot be loaded, or has another vocabulary size.
+    The student's embeddings and head are frozen. `student`: the name of a model (None: a copy of `layers` of the
+    model's own layers). `seed`: the random seed. Raises `SelfspecError` if the student cannot be loaded, or has another
+    vocabulary size.
     """
 
     depth, places, rate = 1, PLACES, 1.5e-3
@@ -115,7 +116,10 @@ class DistillLearner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """Return, for each draft position, how often all greedy drafted tokens up to it match the text, in answers."""
+        """Return, for each draft position, the fraction of drafts that match the text up to and including it.
+
+        A draft matches if its greedy tokens are the text's tokens. Only drafts that start in answers count.
+        """
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
             agrees = self._agrees(text)
@@ -128,7 +132,7 @@ class DistillLearner:
         return (right / max(all_of, 1)).tolist()
 
     def _agrees(self, text: TrainingText) -> Tensor:
-        """Return at which positions of the answer the student's best token is the text's."""
+        """Return for each token of the answer whether the student's most likely token is this token."""
         ids = text.tokens[None].to(self.runtime.device)
         logits: Tensor = self.student(ids, use_cache=False).logits
         return logits[0, text.answer - 1 : -1].argmax(-1).cpu() == text.tokens[text.answer :]
@@ -148,7 +152,7 @@ def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, Path]:
-    """Write the student to the folder `out` / distill, and a profile that drafts with it.
+    """Write the student to the folder `out` / distill, and a profile that drafts with it; return both paths.
 
     The student drafts in full precision, or in int8 if that is faster on this machine.
     """

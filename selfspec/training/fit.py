@@ -1,4 +1,4 @@
-"""Training of a draft part: make texts, fit until time is up, keep the best weights; a killed run can be resumed."""
+"""Training of a draft module: generate texts, fit until time is up, keep the best weights, resume a killed run."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from selfspec.training.profiles import write_profiles
 from selfspec.training.state import Fittable, Progress, State
 from selfspec.training.texts import TextStore, TrainingText, layers_of
 
-WINDOW = 128  # pairs per window
+WINDOW = 128  # (token, hidden state) pairs per training window
 BATCH = 8  # windows per step
 RATE = 1.5e-3  # learning rate of randomly initialised weights
 WARM_UP, WARM_SHARE = 50, 0.05  # warm-up of the learning rate: steps, or share of fitting
-LOWEST = 0.05  # share of the learning rate at the end
+LOWEST = 0.05  # learning rate at the end, as a share of the highest
 CLIP = 1.0
 EVERY = 60.0  # seconds between held-out evaluations, each with a checkpoint
 EVAL_TEXTS = 48  # held-out texts in an evaluation, at most
-BRIDGED = 32  # texts made for bridges by default, and fitted to at most
+BRIDGED = 32  # texts generated for bridges by default, and the most texts that bridges are fitted to
 AGREED = 16  # held-out texts for a draft path's agreement with the model, at most
 DECODED = 4  # held-out prompts decoded at the end
 _log = logging.getLogger("selfspec")
@@ -53,10 +53,12 @@ _log = logging.getLogger("selfspec")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A trained part: its file, the profiles that draft with it, and its progress. `interrupted`: time was not up.
+    """The result of a training.
 
-    `record`: the training's record as written to the JSON file next to the part, for plots. `changed`: the part is a
-    changed copy of the model itself.
+    `part`: the file of the trained draft module, or the folder of a trained model. `profiles`: the files of the
+    profiles that draft with it. `texts`: the number of training texts. `interrupted`: whether the training was
+    interrupted. `record`: the record of the training, as written to the JSON file in the same folder. `changed`:
+    whether the trained model is a fine-tuned copy of the target model itself (LayerSkip).
     """
 
     part: Path
@@ -79,11 +81,13 @@ def fit(
     options: TrainOptions | None = None,
     callbacks: TrainingCallbacks | None = None,
 ) -> Fitted:
-    """Train a part on a model's own texts for `options.minutes`; save it in `out`, with profiles that use it.
+    """Train a draft module on texts that the model generates; save it in `out`, with profiles that draft with it.
 
-    `prompts`: the beginnings of the texts, as user messages with `chat`; made up by the model by default. `profile`:
-    its draft path gets a head below it, and is the path that a bridge or an adapter is for. The same call after an
-    interrupt resumes. Raises `SelfspecError` if nothing can be fitted, or if `out` is not a writable folder.
+    Training takes `options.minutes`. `part`: the kind of the module. `prompts`: the prompts of the texts, as user
+    messages if `chat` (None: the model makes up prompts). `profile`: for a bridge or an adapter, the profile whose
+    draft path the module is for; for a head, a profile that also gets a variant in which the head drafts below the
+    draft path. The same call after an interrupt resumes the training. Raises `SelfspecError` if nothing can be fitted,
+    or if `out` is not a writable folder.
     """
     options, callbacks = options or TrainOptions(), callbacks or SilentTraining()
     check_kind(part)
@@ -137,7 +141,10 @@ def _finished(
     *,
     interrupted: bool,
 ) -> Fitted:
-    """Write the part, its profiles and its record."""
+    """Write the trained module, its profiles and its record.
+
+    `own`: the draft path that a bridge or an adapter is for; None for a head.
+    """
     path = out / f"{part}.safetensors"
     write_part(path, fitted)
     callbacks.stage("measuring", None)
@@ -185,7 +192,7 @@ def _finished_model(
 
 
 def _training_record(llm: LLM, part: Kind, options: TrainOptions, texts: TextStore, done: Progress) -> dict[str, Any]:
-    """Return the record of a training."""
+    """Return what is recorded of a training, as JSON data: its settings, machine, sizes and results."""
     return {
         "kind": part,
         "model": llm.name,
@@ -204,7 +211,7 @@ def _training_record(llm: LLM, part: Kind, options: TrainOptions, texts: TextSto
 
 
 def check_folder(out: Path) -> None:
-    """Raise `SelfspecError` unless a part can be written to the folder, which is created if missing."""
+    """Raise `SelfspecError` unless files can be written to the folder `out`, which is created if missing."""
     if kind(out) == "missing" and kind(out.parent) == "folder":
         out.mkdir()
     if kind(out) != "folder":
@@ -213,7 +220,7 @@ def check_folder(out: Path) -> None:
 
 
 def _checkpoint_config(llm: LLM, part: str, options: TrainOptions, own: ProfilePath | None) -> dict[str, Any]:
-    """Return the configuration that a checkpoint must have been made with to be resumed."""
+    """Return the configuration of a training; only a checkpoint with the same configuration is resumed."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
     config = {"version": 2, "kind": part, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
     if part in ("distill", "layerskip"):
@@ -237,7 +244,7 @@ def _learner(
 
 
 def _student(llm: LLM, part: Kind, options: TrainOptions) -> DistillLearner | None:
-    """Return the learner if the kind trains a whole model; otherwise None."""
+    """Return the learner of a whole model for the kinds `distill` and `layerskip`, and None for other kinds."""
     settings: dict[str, Any] = {"layers": options.layers, "loss": options.loss, "seed": options.seed}
     if part == "layerskip":
         return LayerSkipLearner(llm.runtime, **settings)
@@ -249,7 +256,7 @@ def _fit(
 ) -> None:
     """Take steps until all are done or time is up, with held-out evaluations in between."""
     if len(texts.numbers(held_out=False)) < FEWEST:
-        raise SelfspecError("there was too little time to make texts to fit to; give more --minutes")
+        raise SelfspecError("training texts: too few were generated in time; give more --minutes")
     device = learner.runtime.device.type
     fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if fast else "no")
@@ -286,7 +293,7 @@ def _fit(
         losses = [*losses[-49:], float(loss.detach())]
         done.seconds += time.perf_counter() - begun
         callbacks.step(
-            _share(options, done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass held out"
+            _share(options, done), f"loss {statistics.mean(losses):.2f}, {done.best:.2f} tokens a pass (held out)"
         )
         if done.seconds - last_saved >= EVERY:
             begun = time.perf_counter()
@@ -297,14 +304,17 @@ def _fit(
 
 
 def _share(options: TrainOptions, done: Progress) -> float:
-    """Return the share of fitting that is done; it has all the minutes if the number of texts is fixed."""
+    """Return the share of the fitting that is done, by `options.steps` or by time.
+
+    Fitting has all the minutes if the number of texts is fixed; otherwise generating texts takes a share of them.
+    """
     if options.steps is not None:
         return done.steps / options.steps
     return done.seconds / (60 * options.minutes * (1 - MAKING if options.texts is None else 1))
 
 
 def _windows(texts: TextStore, numbers: Sequence[int], depth: int, draw: random.Random) -> list[TrainingText]:
-    """Return a window of each text, all with as many pairs as the shortest text, at most `WINDOW`."""
+    """Return a random window of each text; every window has as many pairs as the shortest text, at most `WINDOW`."""
     every = [texts.pairs(number, depth) for number in numbers]
     pairs = min(WINDOW, *every)
     firsts = [draw.randrange(num_pairs - pairs + 1) for num_pairs in every]

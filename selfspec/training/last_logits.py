@@ -1,4 +1,4 @@
-"""The model's logits from the output streams of its last layer, in float32 and differentiable."""
+"""Logits from the hidden states after the model's last layer, in float32 and differentiable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.runtime.forward import Runtime
 
 
 class LastLogits:
-    """A model's last norm and some rows of its head, `head` `[words, D]`, in float32."""
+    """A model's last norm and `head` `[words, D]`, the rows of its head's weight for a draft vocabulary, in float32."""
 
     def __init__(self, runtime: Runtime, head: Tensor) -> None:
         skeleton = runtime.skeleton
@@ -18,11 +18,11 @@ class LastLogits:
         self._head = head
 
     def __call__(self, streams: Tensor) -> Tensor:
-        """Return the logits of these vocabulary rows, for streams `[.., D]`."""
+        """Return the logits `[.., words]` for hidden states `[.., D]` before the last norm."""
         return self.of_normed(self._norm(streams))
 
     def of_normed(self, read: Tensor) -> Tensor:
-        """Return the logits for normed streams. Products are in bfloat16 under autocast."""
+        """Return the logits `[.., words]` for normed hidden states `[.., D]`; products are bfloat16 under autocast."""
         head = self._head.to(torch.bfloat16) if torch.is_autocast_enabled(read.device.type) else self._head
         logits = F.linear(read, head).float()
         return logits if self._then is None else self._then(logits)

@@ -28,7 +28,7 @@ from selfspec.types.draft_path import DraftPath, Mode
 
 DROPPED = 0.1  # layer dropout of the last layer
 SCALE = 0.2  # scale of an early exit's weight in the loss
-EVERY = 8  # each step trains one in this many exits
+EVERY = 8  # each training step trains one in this many exits
 
 
 def dropped(layers: int, most: float = DROPPED) -> list[float]:
@@ -39,8 +39,9 @@ def dropped(layers: int, most: float = DROPPED) -> list[float]:
 def weights(layers: int, exits: Sequence[int], drafting: int) -> list[float]:
     """Return the loss weights of a step's exits; they sum to one.
 
-    Exits are layer indices from 0, after which the model exits. As in the paper, e(l) = .2 (0 + 1 + .. + l), and L - 1
-    more for the last (without its own .2 L - .2). Unlike in the paper, the exit for drafting gets L - 1 more too.
+    `exits` are indices from 0 of layers after which the head is applied; `drafting` is the exit used for drafting. As
+    in the paper, exit l of L layers has the weight .2 (0 + 1 + .. + l), and the last exit .2 (0 + .. + L - 2) + L - 1.
+    Unlike in the paper, L - 1 is added for the exit for drafting, too. Then the weights are divided by their sum.
     """
     last = layers - 1
     raw = [SCALE * sum(range(min(layer + 1, last))) + last * (layer in (drafting, last)) for layer in exits]
@@ -49,12 +50,12 @@ def weights(layers: int, exits: Sequence[int], drafting: int) -> list[float]:
 
 
 class LayerSkipLearner(DistillLearner):
-    """A copy of the model under training, so that its head can also read the streams of early layers.
+    """Fine-tunes a copy of the model so that its head can also read the hidden states of early layers.
 
-    Each step, layer dropout skips layers per text, later ones more often. The loss is that of the last layer, of the
-    exit for drafting, and of one in eight other exits in rotation: the divergence from the original model's
-    distributions (the paper uses the next token as the target). `layers`: the number of layers before the exit for
-    drafting, by default a fifth of the model's.
+    In each training step, layer dropout skips layers for some of the texts, later layers more often. The loss is a
+    weighted sum over the last layer, the exit for drafting, and one in eight exits in rotation, of the divergence from
+    the original model's distributions (the paper uses the next token as the target). `layers`: the number of layers
+    before the exit for drafting (None: a fifth of the model's layers).
     """
 
     rate = 1e-3
@@ -82,7 +83,7 @@ class LayerSkipLearner(DistillLearner):
         return total
 
     def _streams(self, ids: Tensor, chances: Sequence[float] | None = None) -> list[Tensor]:
-        """Return each layer's output stream, `[B, n, D]`; `chances`: each layer's dropout probability."""
+        """Return each layer's output `[B, n, D]`; `chances`: each layer's dropout probability (None: no dropout)."""
         left: list[Tensor] = []
 
         def after(number: int) -> Any:
@@ -112,7 +113,7 @@ class LayerSkipLearner(DistillLearner):
 
     @torch.no_grad()
     def _agrees(self, text: TrainingText) -> Tensor:
-        """Return at which positions of the answer the exit's best token is the last layer's."""
+        """Return for each token of the answer whether the exit and the last layer have the same most likely token."""
         streams = self._streams(text.tokens[None].to(self.runtime.device))
         span = slice(text.answer - 1, -1)
         early, last = (self._logits(streams[i][0, span]).argmax(-1) for i in (self.exit - 1, -1))
@@ -137,8 +138,8 @@ def write_layerskip(
 ) -> tuple[Path, Path, dict[str, Any]]:
     """Write the fine-tuned model to the folder `out` / layerskip, and a profile of it that drafts by early exit.
 
-    The draft path runs in full precision, or in int8 if that is faster on this machine. Also returns the perplexity of
-    held-out answers before and after.
+    The draft path runs in full precision, or in int8 if that is faster on this machine. Returns the folder,
+    the profile's path, and a record with the perplexity of held-out answers before and after fine-tuning.
     """
     record = {
         "perplexity": [perplexity(variant, held_out_texts) for variant in (llm.model, learner.student)],
@@ -157,7 +158,7 @@ def write_layerskip(
 
 
 def early_exit(layers: int, exit_layer: int, mode: Literal["full", "int8"]) -> DraftPath:
-    """Return the path that exits after `exit_layer` of a model's `layers` layers."""
+    """Return the draft path that runs the first `exit_layer` of a model's `layers` layers, and the head, in `mode`."""
     run: list[Mode] = [mode] * exit_layer
     skipped: list[Mode] = ["skip"] * (layers - exit_layer)
     return DraftPath.from_modes([*run, *skipped, *run, *skipped], head=mode)

@@ -1,4 +1,4 @@
-"""The common trainer of draft heads of every kind, on a model's own texts."""
+"""The trainer of draft heads of every kind, on texts that the model generated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ PLACES = 6  # draft positions with a held-out acceptance, at most
 
 
 class Net(NamedTuple):
-    """The network to train: `depth` steps are trained together; `last`: it reads only the last stream, normed."""
+    """A draft network to train.
+
+    `settings`: the settings of its part file. `depth`: draft steps that are trained together. `places`: draft positions
+    whose acceptance is measured. `last`: whether it reads only the hidden states after the last layer, normed.
+    """
 
     module: nn.Module
     settings: dict[str, Any]
@@ -96,10 +100,10 @@ NETS: dict[str, Callable[[Runtime, int], Net]] = {
 
 
 class Learner:
-    """A draft head of a kind under training for a model. `words`: the tokens of its draft vocabulary.
+    """Trainer of a draft head of the given `kind`. `words`: the tokens of its draft vocabulary.
 
-    Texts hold the streams of `layers`, the last of which is the model's last layer. Raises `SelfspecError` if the
-    model's head is not accessible.
+    `layers`: the layers whose output hidden states the texts hold; the last entry is the model's last layer. Raises
+    `SelfspecError` if the weight of the model's head cannot be read.
     """
 
     def __init__(self, runtime: Runtime, kind: str, words: Sequence[int], layers: Sequence[int], *, seed: int) -> None:
@@ -117,7 +121,7 @@ class Learner:
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Return the cross-entropy against the model's own distribution over the draft vocabulary.
 
-        Windows have n + `depth` tokens each; drafts start at the first n pairs.
+        Windows have n + `depth` tokens each; a draft starts at each of the first n (token, hidden state) pairs.
         """
         tokens, streams = torch.stack([w.tokens for w in windows]), torch.stack([w.streams for w in windows])
         n = streams.shape[1] - self.depth
@@ -136,7 +140,7 @@ class Learner:
         return tokens, self.runtime.skeleton.embed(tokens).float(), streams.to(device).float()
 
     def _net_input(self, streams: Tensor) -> Tensor:
-        """Return the net's input from streams `[B, n, layers, D]`."""
+        """Return the network's input from hidden states `[B, n, layers, D]`."""
         return self._normed(streams[:, :, -1]) if self._made.last else streams.flatten(2)
 
     def _normed(self, streams: Tensor) -> Tensor:
@@ -144,7 +148,10 @@ class Learner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """Return, for each draft position, how often all greedy drafted tokens up to it match the text, in answers."""
+        """Return, for each draft position, the fraction of drafts that match the text up to and including it.
+
+        A draft matches if its greedy tokens are the text's tokens. Only drafts that start in answers count.
+        """
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
             n = text.pairs(self.places)
@@ -160,7 +167,7 @@ class Learner:
         return (right / max(all_of, 1)).tolist()
 
     def part(self) -> PartFile:
-        """Return the current head as a part file."""
+        """Return the head with its current weights as a part file."""
         tensors = dict(self.net.state_dict())
         if self._made.last:
             tensors["given_norm.weight"] = self._norm

@@ -1,4 +1,4 @@
-"""Generation of the texts that parts are trained on, with callbacks for the progress."""
+"""Generation of the texts that draft modules are trained on, with callbacks for the progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfspec.training.options import TrainOptions
 from selfspec.training.texts import TextStore, make
 from selfspec.training.training_prompts import beginnings, synthetic_beginning
 
-MAKING = 0.4  # share of the time for making texts
+MAKING = 0.4  # share of the time that is spent on generating texts
 MOST_TEXTS = 100_000
 
 
@@ -25,10 +25,10 @@ class TrainingCallbacks(Protocol):
     """Callbacks of a training's progress."""
 
     def stage(self, name: str, total: float | None) -> None:
-        """Begin a stage; `total`: its size, if known."""
+        """Begin the stage `name`; `total`: the value of `done` at which the stage is complete (None: unknown)."""
 
     def step(self, done: float, message: str) -> None:
-        """Report that `done` of the stage's total is done."""
+        """Report that `done` of the stage's `total` is complete; `message` describes the progress."""
 
 
 class SilentTraining:
@@ -42,7 +42,7 @@ class SilentTraining:
 
 
 def folder_of(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: TrainOptions) -> Path:
-    """Return the folder that caches the texts, named by everything that they depend on."""
+    """Return the folder that caches the texts; its name depends on everything that the texts depend on."""
     digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     what = {
         "version": 2,
@@ -64,7 +64,7 @@ def make_texts(
     options: TrainOptions,
     callbacks: TrainingCallbacks,
 ) -> None:
-    """Generate training texts into `texts`: as many as `options` ask for, or as fit their time limit."""
+    """Generate training texts into `texts`: `options.texts` many, or as many as the time limit allows."""
     seconds = 60 * options.minutes * MAKING
     own, encoded = None, None
     if prompts is None:

@@ -20,13 +20,15 @@ FEWEST = 2  # the fewest texts that can be fitted to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """Options of a training. `minutes`: of all, or of fitting alone with `texts`; `max_new_tokens`: of each answer.
+    """Options of a training. Raises `SelfspecError` for a value out of range.
 
-    `vocabulary`: the number of tokens that a head may draft. `rank` of bridges (full by default) and of adapters (16).
-    `loss` of adapters and models, between the model's distribution and the draft's. `student`: the model to distil
-    into, by default `layers` of the model's own layers. Drafts of `layerskip` exit after `layers` layers. The default
-    of `layers` is a fifth of the model's. `texts` and `steps`: fixed numbers, whatever time they take; with both, the
-    same call makes the same part. `rows`: texts decoded together. Raises `SelfspecError` for a value out of range.
+    `minutes`: the time limit of generating texts and fitting; if `texts` is set, of fitting only. `max_new_tokens`: the
+    most tokens of each generated answer. `vocabulary`: the number of tokens that a head may draft. `rank`: the rank of
+    bridges (None: full) or of adapters (None: 16). `loss`: the divergence between the model's and the draft's
+    distributions that adapters, `distill` and `layerskip` minimise. `student`: the model to distil into (None: a copy
+    of `layers` of the model's own layers). `layers`: the layers that `distill` keeps, or after which drafts of
+    `layerskip` exit (None: a fifth of the model's layers). `texts` and `steps`: fixed numbers, whatever time they take;
+    if both are set, the same call trains the same module. `rows`: texts decoded together.
     """
 
     minutes: Annotated[float, Option(help="Time limit of everything; with --texts, of fitting only.")] = 20.0
@@ -71,7 +73,7 @@ class TrainOptions:
 
 
 def check_kind(kind: str) -> Kind:
-    """Return the kind itself. Raises `SelfspecError` for an unknown one."""
+    """Return `kind` as a `Kind`. Raises `SelfspecError` for an unknown kind."""
     for known in KINDS:
         if kind == known:
             return known

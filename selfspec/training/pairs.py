@@ -1,8 +1,8 @@
-"""Networks over (token, stream) pairs under training: EAGLE (with EAGLE-3's training on its own streams), MTP, Chimera.
+"""Trainable networks over (token, hidden state) pairs: EAGLE, MTP and Chimera.
 
-For each of `depth` steps, a net returns what the head over the vocabulary reads, `[B, n, D]`. Its inputs are the
-embedded tokens of the pairs and of those after them, `[B, n + depth - 1, D]`, and the model's streams at the pairs,
-`[B, n, D * layers]`.
+EAGLE is trained on its own outputs, as EAGLE-3 is. For each of `depth` draft steps, a network returns the input
+`[B, n, D]` of the head over the vocabulary. It reads the embedded tokens of the n pairs and of the `depth` - 1 tokens
+after the pairs, `[B, n + depth - 1, D]`, and the model's hidden states at the pairs, `[B, n, D * layers]`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Norm(nn.Module):
 
 
 class LayerModule(nn.Module):
-    """An `OwnLayer`'s weights, by its names."""
+    """The trainable weights of an `OwnLayer`, under the names that `OwnLayer` reads."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -67,7 +67,7 @@ class LayerModule(nn.Module):
         self.norm.weight.copy_(norm)
 
     def heads(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scaled queries, keys and values `[B, H, n, d]` of the layer's stream at positions `[n]`."""
+        """Return scaled queries, keys and values `[B, H, n, d]` for the input `x` `[B, n, D]` at positions `[n]`."""
         s, (batch, n, _) = self.shape, x.shape
         read, group = self.input_layernorm(x), s.heads // s.kv_heads
 
@@ -79,7 +79,7 @@ class LayerModule(nn.Module):
         return q, k, split(self.v_proj(read), s.kv_heads).repeat_interleave(group, 1)
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Return the layer's output stream from the output of attention `[B, H, n, d]`."""
+        """Return the layer's output for its input `x` `[B, n, D]` and its attention's output `mixed` `[B, H, n, d]`."""
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)).float()
         read = self.post_attention_layernorm(x)
         left: Tensor = x + self.down_proj(F.silu(self.gate_proj(read)) * self.up_proj(read)).float()
@@ -87,7 +87,10 @@ class LayerModule(nn.Module):
 
 
 class PairModule(LayerModule):
-    """A `PairLayer`'s weights, by its names. `layers`: the number of the model's streams, concatenated."""
+    """The trainable weights of a `PairLayer`, under the names that `PairLayer` reads.
+
+    `layers`: the number of layers of the model whose hidden states are read, concatenated.
+    """
 
     def __init__(self, shape: LayerShape, *, layers: int = 1) -> None:
         super().__init__(shape)
@@ -97,26 +100,28 @@ class PairModule(LayerModule):
 
     @torch.no_grad()
     def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
-        """Initialise as `LayerModule.begin`; the fused stream starts close to the last one."""
+        """Initialise as `LayerModule.begin` does; at first, `fused` returns almost the last layer's hidden states."""
         super().begin(layer, norm, plus)
         self.fc.weight.normal_(0, 0.02)
         if self.fuse is not None:
             self.fuse.weight.normal_(0, 0.02)[:, -self.shape.hidden :] += torch.eye(self.shape.hidden)
 
     def fused(self, streams: Tensor) -> Tensor:
-        """Fuse the model's streams into one."""
+        """Map the model's hidden states of several layers `[B, n, D * layers]` to `[B, n, D]`."""
         return streams if self.fuse is None else self.fuse(streams).float()
 
     def joined(self, embedded: Tensor, stream: Tensor) -> Tensor:
-        """Return the layer's input stream `[B, n, D]`."""
+        """Return the layer's input `[B, n, D]` for embeddings and hidden states, each `[B, n, D]`."""
         joined: Tensor = self.fc(torch.cat((self.embed_norm(embedded), self.stream_norm(stream)), -1)).float()
         return joined
 
 
 class EagleNet(nn.Module):
-    """One layer: at step k, row i has the position of pair i + k, and reads its own output stream of step k - 1.
+    """EAGLE: one decoder layer, which runs once for each draft step.
 
-    Row i attends to the keys of step 0 up to pair i, made from the model's streams, and to its own keys of later steps.
+    A draft starts at each pair. At step k, draft i has the position of pair i + k; it reads the token of pair i + k and
+    the layer's output for draft i at step k - 1 (at step 0, the model's hidden states). Draft i attends to the keys of
+    step 0 up to pair i, and to the keys of draft i at later steps.
     """
 
     def __init__(self, shape: LayerShape, *, layers: int = 1) -> None:
@@ -139,7 +144,10 @@ class EagleNet(nn.Module):
 
 
 class MtpNet(nn.Module):
-    """A layer for each step: at step k, layer k reads at pair i the token of pair i + k, and layer k - 1's stream."""
+    """MTP: one decoder layer for each draft step.
+
+    At pair i, layer k reads the token of pair i + k and the output of layer k - 1 (layer 0: the model's hidden states).
+    """
 
     def __init__(self, shape: LayerShape, places: int, *, layers: int = 1) -> None:
         super().__init__()
@@ -159,7 +167,7 @@ class MtpNet(nn.Module):
 
 
 class ChimeraNet(nn.Module):
-    """A trigram encoder, a layer over its codes and streams, and a map per draft position, by `ChimeraHead`'s names."""
+    """Chimera: a trigram encoder, a decoder layer, and a linear map per draft position, named as in `ChimeraHead`."""
 
     def __init__(self, shape: LayerShape, places: int) -> None:
         super().__init__()
@@ -173,7 +181,7 @@ class ChimeraNet(nn.Module):
 
     @torch.no_grad()
     def begin(self, layer: nn.Module, norm: Tensor, plus: float = 0.0) -> None:
-        """Initialise from a layer of the model; each map starts as the identity of the layer's output."""
+        """Initialise from a layer of the model; at first, each map returns almost the decoder layer's output."""
         self.layer.begin(layer, norm, plus)
         hidden = self.layer.shape.hidden
         for linear in self.maps:
@@ -182,7 +190,7 @@ class ChimeraNet(nn.Module):
     def forward(self, tokens: Tensor, embedded: Tensor, streams: Tensor, depth: int) -> list[Tensor]:
         """Return the mapped hidden states after each of the `depth` draft steps; see the module's docstring.
 
-        `streams` are normalised.
+        `streams` are the last layer's hidden states, normed.
         """
         n, width = streams.shape[1], embedded.shape[1]
         padded = torch.cat((embedded[:, :1].expand(-1, REACH, -1), embedded), 1)
@@ -205,7 +213,10 @@ class ChimeraNet(nn.Module):
 
 
 def mix(q: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
-    """Return attention `[B, H, n, d]` of each row over the first keys, masked by `causal`, and its own later keys."""
+    """Return the attention output `[B, H, n, d]` of draft steps.
+
+    Query i attends to all of `keys[0]`, masked by the additive `causal`, and to entry i of each later tensor in `keys`.
+    """
     first = keys[0].shape[2]
     scores = [q @ keys[0].transpose(-1, -2) + causal]
     scores += [(q * own).sum(-1, keepdim=True) for own in keys[1:]]

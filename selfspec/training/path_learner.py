@@ -1,4 +1,4 @@
-"""Training of a draft path's adapter: distillation of the model into the path, on the model's own texts."""
+"""Training of a draft path's adapter: distillation of the model into the path, on texts that the model generated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selfspec.training.path_net import PathNet
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 
-DEPTH = 2  # draft steps trained together: the second reads the first's keys
+DEPTH = 2  # draft steps that are trained together: the second step reads the keys of the first
 PLACES = 6  # draft positions with a held-out acceptance
 LATER = 0.8  # factor on the loss of each further draft step
 
@@ -41,11 +41,17 @@ LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse-kl": _reverse,
     "tv": _variation,
 }
-"""Losses of the model's distribution p and the draft's q. Total variation is one minus a sampled token's acceptance."""
+"""Divergences of the model's distribution p and the draft's q, as terms for each token, from their logarithms.
+
+Total variation ("tv") is one minus the acceptance probability of a sampled token.
+"""
 
 
 class PathLearner:
-    """A draft path's adapter under training. `trained`: the path's parts. Raises as `PathNet` and `head_rows` do."""
+    """Trainer of a draft path's adapter. Raises `SelfspecError` as `PathNet` and `head_rows` do.
+
+    `trained`: the bridges and updates that the path already has.
+    """
 
     depth, places = DEPTH, PLACES
 
@@ -74,7 +80,10 @@ class PathLearner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """Return, for each draft position, the share of starts in answers whose greedy draft matches up to it."""
+        """Return, for each draft position, the fraction of drafts that match the text up to and including it.
+
+        A draft matches if its greedy tokens are the text's tokens. Only drafts that start in answers count.
+        """
         self.net.round()
         right, all_of = torch.zeros(self.places), 0
         for text in texts:
@@ -92,9 +101,9 @@ class PathLearner:
         return (right / max(all_of, 1)).tolist()
 
     def trained(self) -> Trained:
-        """Return the path's present bridges and updates."""
+        """Return the path's bridges, and its updates with the current weights."""
         return replace(self._began, updates={**self._began.updates, **self.net.trained()})
 
     def part(self) -> PartFile:
-        """Return the present bridges and updates as a part file."""
+        """Return the path's bridges and current updates as a part file."""
         return path_part("adapter", self._settings, self.trained(), self.runtime)

@@ -1,4 +1,4 @@
-"""A trainable draft path through the model's own modules: some skipped, some quantised with a low-rank update.
+"""A trainable draft path over the model's modules: sub-layers are skipped, or quantised with a low-rank update.
 
 Only the updates are trained. Gradients pass straight through the rounding (Bengio et al. 1308.3432).
 """
@@ -27,13 +27,13 @@ SMALL = 0.02  # standard deviation of the initial `down`; `up` starts at 0
 
 
 class _StepCache:
-    """A KV cache for attention: the model's keys and values `[B, H, n, d]`, then those of each own step."""
+    """A KV cache for attention: the model's keys and values `[B, H, n, d]`, then those of each draft step."""
 
     def __init__(self, of_model: Mapping[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self.cached = {layer: [pair] for layer, pair in (of_model or {}).items()}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append a pass's keys and values to a layer; return all of the layer's."""
+        """Append the keys and values of a pass to a layer; return all keys and values of the layer."""
         pairs = self.cached.setdefault(layer, [])
         pairs.append((keys, values))
         k, v = zip(*pairs, strict=True)
@@ -75,7 +75,7 @@ class _UpdatedGroup:
         ]
 
     def product(self, number: int, x: Tensor) -> Tensor:
-        """Return one linear's output for x. Its gradient is as if nothing had been rounded."""
+        """Return the output of the group's linear `number` for x; gradients ignore the rounding of weights."""
         up = self._update["up"][self._starts[number] : self._starts[number + 1]].to(x.dtype)
         through = F.linear(F.linear(x.detach(), self._update["down"].to(x.dtype)), up)
         return F.linear(x, self._now[number], self._biases[number]) + (through - through.detach())
@@ -92,9 +92,10 @@ class _UpdatedLinear(nn.Module):
 
 
 class PathNet(nn.Module):
-    """A draft path with updates of `rank` to all its quantised sub-layers.
+    """A draft path with trainable updates of rank `rank` to all its quantised sub-layers.
 
-    Starts from the updates trained already, if any. Raises `SelfspecError` if no sub-layer is quantised.
+    `trained`: the path's bridges, and the updates from which training starts, if there are any. Raises
+    `SelfspecError` if no sub-layer is quantised.
     """
 
     def __init__(self, runtime: Runtime, path: DraftPath, trained: Trained, *, rank: int) -> None:
@@ -123,7 +124,7 @@ class PathNet(nn.Module):
             self._layers.append(twin)
         if not self._changed:
             raise SelfspecError(
-                "the profile's path has no quantised sub-layers, which adapters change; expected a path that has some"
+                "the profile's path has no quantised sub-layers, which adapters update; expected such sub-layers"
             )
         self._bridges = {end: bridge for (_, end), bridge in trained.bridges.items()}
         self.to(runtime.device)
@@ -131,7 +132,7 @@ class PathNet(nn.Module):
     def _with_changes(
         self, groups: tuple[Group, ...], bits: Bits, layer: int, first: int, trained: Trained, rank: int
     ) -> nn.Module:
-        """Return a copy of the attention or MLP module with its linears replaced."""
+        """Return a copy of an attention or MLP module whose quantised linears have trainable updates."""
         parent: nn.Module = groups[0].parent
         twin = copy.copy(parent)
         twin._modules = dict(parent._modules)
@@ -162,7 +163,7 @@ class PathNet(nn.Module):
 
     @torch.no_grad()
     def model(self, ids: Tensor) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
-        """Return the model's own keys and values at `ids` `[B, n]`, by layer, and its last stream `[B, n, D]`."""
+        """Return the model's keys and values for `ids` `[B, n]`, by layer, and its last layer's output `[B, n, D]`."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         keys = _StepCache()
         x = self._run_layers(
@@ -174,10 +175,10 @@ class PathNet(nn.Module):
         return {layer: pairs[0] for layer, pairs in keys.cached.items()}, x
 
     def forward(self, ids: Tensor, of_model: Mapping[int, tuple[Tensor, Tensor]], depth: int) -> list[Tensor]:
-        """Return the draft's stream `[B, n, D]` at each of `depth` steps.
+        """Return the draft path's last hidden states `[B, n, D]` at each of `depth` draft steps.
 
-        At step k the token at t attends to the model's keys of tokens before t - k, then to the draft's own keys. The
-        draft's earlier tokens are taken from the text: if one of them were wrong, the later ones would not count.
+        At step k, the token at t attends to the model's keys (`of_model`) of tokens before t - k, then to the draft
+        path's keys. The draft's earlier tokens are taken from the text, as a wrong token ends the accepted draft.
         """
         n = ids.shape[1]
         positions = torch.arange(n, device=ids.device)

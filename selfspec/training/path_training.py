@@ -1,4 +1,4 @@
-"""Training of a draft path's parts: the profile's path, its bridges, and the resulting profile."""
+"""Training of bridges and adapters for the draft path of a profile, and the resulting profile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK = 16  # default rank of an adapter
 
 @dataclass(frozen=True, slots=True)
 class ProfilePath:
-    """A profile that drafts along a path, the path, and the parts trained for it already."""
+    """A profile with a draft path, the path, and the bridges and updates already trained for the path."""
 
     profile: Profile
     path: DraftPath
@@ -39,28 +39,35 @@ class ProfilePath:
 
     @classmethod
     def from_profile(cls, runtime: Runtime, profile: Profile | None, kind: Kind) -> ProfilePath:
-        """Return a profile's draft path. Raises `SelfspecError` if it has none, or if one of its files is missing."""
+        """Return the draft path of a profile, for training a module of `kind`.
+
+        Raises `SelfspecError` if the profile has no draft path, if one of its files is missing, or for a bridge if the
+        path skips no whole layer.
+        """
         if profile is None or not isinstance(profile.draft, LayerSkipSpec) or not profile.drafts:
             raise SelfspecError(f"a part of kind '{kind}' belongs to a draft path; expected a profile that has one")
         spec = profile.draft
         path = draft_path(runtime, spec, profile)
         if kind == "bridge" and not path.runs(runtime.layers):
             raise SelfspecError(
-                "the profile's path skips no whole layer, which bridges are over; expected one that does"
+                "the profile's path skips no whole layer, and bridges replace skipped layers; expected a path that does"
             )
         had = Trained() if spec.trained is None else trained_of(runtime, read_part(profile.part_path(spec.trained)))
         return cls(profile, path, had)
 
     def checkpoint_settings(self) -> dict[str, Any]:
-        """Return the path's settings that a part is trained for, for a checkpoint."""
+        """Return the settings of the path that a checkpoint of its training depends on."""
         return {"path": self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})}
 
     def with_part(self, file: Path) -> Profile:
-        """Return the profile with a part replacing the trained one; a head below stays only if in the same folder."""
+        """Return the profile with `file` as the trained module of its path, in place of an earlier file.
+
+        A draft head below the path is kept only if its file is in the same folder.
+        """
         assert isinstance(self.profile.draft, LayerSkipSpec)
         name, below = file.stem, self.profile.draft.below
         if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
-            below = None  # a profile's parts are in its own folder
+            below = None  # a profile and its part files are in one folder
         other_parts = {} if below is None else {below.part: self.profile.parts[below.part]}
         return self.profile.model_copy(
             update={
@@ -81,7 +88,7 @@ def bridged(
     options: TrainOptions,
     callbacks: TrainingCallbacks,
 ) -> tuple[PartFile, Progress]:
-    """Fit bridges over all layers that the path skips whole; they replace its present ones."""
+    """Fit bridges over all layers that the path skips whole, replacing its present bridges; return their part file."""
     begun, runs = time.perf_counter(), own.path.runs(llm.runtime.layers)
     callbacks.stage("fitting", len(runs))
     trained = fit_bridges(
@@ -100,9 +107,10 @@ def bridged(
 def write_path_profile(
     llm: LLM, file: Path, part: PartFile, own: ProfilePath, held_out_texts: Sequence[TrainingText]
 ) -> tuple[Path, dict[str, Any]]:
-    """Write a part's profile next to it, and return the path's agreement with the model, before and after.
+    """Write the profile that uses a part file next to it; return the profile's path and the agreement with the model.
 
-    `right`: the share of held-out answer positions whose best token is the model's; `shared`: the probability overlap.
+    The agreement is that of the draft path on held-out answers, before and after training. `right`: the share of
+    positions with the model's most likely token. `shared`: the overlap of the two distributions; see `agreement`.
     """
     path = replace(own.path, trained=sha256_of(file))
     llm.runtime.register_trained(path.trained or "", trained_of(llm.runtime, part))

@@ -1,4 +1,4 @@
-"""Profiles that draft with a trained head, including its step's cost on this machine."""
+"""Profiles that draft with a trained head, with the measured cost of its draft steps on this machine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ TOKENS = 48  # tokens decoded after each prompt, to measure the saving by the he
 def write_profiles(
     llm: LLM, part: Path, head: Head, own: Profile | None, prompts: Sequence[Sequence[int]]
 ) -> tuple[Path, ...]:
-    """Write next to the part a profile of its head alone, and one of `own` with the head below its draft path.
+    """Write profiles that draft with `head` next to its part file; return the paths of the profiles.
 
-    `prompts` (token ids): decoded to measure how much of a draft path's cost the head saves.
+    One profile drafts with the head alone. If `own` has a draft path, a second profile drafts along this path, with the
+    head below the path: the path checks tokens that the head proposes. `prompts` (token ids) are decoded to measure how
+    much of the draft path's cost the head saves.
     """
     step, plain = _step_seconds(head), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     parts = {head.kind: ModuleFile(file=part.name, sha256=sha256_of(part))}
@@ -58,7 +60,10 @@ def write_profiles(
 
 
 def _step_seconds(head: Head) -> float:
-    """Return the seconds per drafted token, for a draft of one pair and then its own tokens, once caches are warm."""
+    """Return the median seconds per drafted token of a draft, leaving out the first runs, which warm caches up.
+
+    A draft reads one (token, hidden state) pair, then its own tokens.
+    """
     head.reserve(CONTEXT + DRAFTED)
     device = head.target.device
     tokens = torch.zeros(CONTEXT, dtype=torch.long, device=device)
@@ -77,7 +82,7 @@ def _step_seconds(head: Head) -> float:
 
 
 def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> float | None:
-    """Return the share of a draft step's cost that proposals below the path save per drafted token, on a few texts."""
+    """Return the share of a draft step's cost that a head below the path saves per drafted token (None: no drafts)."""
     payoff, drafter = profile.payoff, make_drafter(llm.runtime, profile)
     took = tokens = 0.0
     for prompt in prompts:

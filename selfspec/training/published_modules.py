@@ -1,4 +1,4 @@
-"""Conversion of published heads into parts, with the same profiles as a training writes."""
+"""Conversion of published heads to part files, with the same profiles as a training writes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from selfspec.training.profiles import write_profiles
 
 
 def convert(llm: LLM, folder: Path, out: Path, profile: Profile | None) -> tuple[Path, tuple[Path, ...], str, float]:
-    """Write a published head's part and profiles to a folder; return its file, profiles, kind, and megabytes in use.
+    """Convert a published head in `folder`, and write its part file and profiles to the folder `out`.
 
-    Raises `SelfspecError` for an unknown head, or one of another model.
+    `profile` is as `own` in `write_profiles`. Returns the part file, the profiles, the kind of the head, and the
+    megabytes of its weights in memory. Raises `SelfspecError` for an unknown kind of head, or a head for another model.
     """
     part = read_published(folder, llm.runtime)
     head = make_head(llm.runtime, part)

@@ -1,6 +1,6 @@
 """Online refinement of a draft path between prompts, from the model's verified distributions (after DVI, 2510.05421).
 
-Opt-in: drafts then depend on earlier prompts. The output does not.
+Opt-in: drafts then depend on earlier prompts. The generated text does not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from selfspec.training.path_training import RANK, ProfilePath
 from selfspec.training.texts import TrainingText
 
 RATE = 3e-4
-LONGEST = 512  # last tokens of a text that a step is taken on
+LONGEST = 512  # most tokens of a text in a training step: the last tokens
 
 
 class Refiner:
-    """A generator with an adapter on a profile's draft path, which takes a training step on every text.
+    """Generates text with an adapter on a profile's draft path, and takes a training step on every text.
 
     A step distils the model's distribution at every token of the text into the path. `adapter.safetensors` and
     `adapter.yaml` in `out` are written after each text, and can be resumed from: `Refiner(llm, read_profile(out /
@@ -58,7 +58,10 @@ class Refiner:
         self.losses: list[float] = []
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """Generate as `LLM.generate`, then take a step. Raises `SelfspecError` for a seed, and as `generate` does."""
+        """Generate as `LLM.generate`, then take a training step on the text.
+
+        Raises `SelfspecError` for an option `seed`, and as `LLM.generate` does.
+        """
         if options.get("seed") is not None:
             raise SelfspecError("drafts that depend on earlier prompts have no seed; leave it out")
         ids = self._llm.encode(prompt)
@@ -67,7 +70,7 @@ class Refiner:
         return generation
 
     def learn(self, tokens: list[int]) -> None:
-        """Take a step on a text that the model wrote, and draft with the result."""
+        """Take a training step on the tokens of a text that the model wrote; later calls draft with the result."""
         tokens = tokens[-LONGEST:]
         if len(tokens) <= self._learner.depth:
             return

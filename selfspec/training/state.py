@@ -20,7 +20,7 @@ _log = logging.getLogger("selfspec")
 
 
 class Fittable(Protocol):
-    """A learner that is trained by steps."""
+    """A learner that `fit` trains by gradient steps."""
 
     runtime: Runtime
 
@@ -30,18 +30,22 @@ class Fittable(Protocol):
 
     @property
     def depth(self) -> int:
-        """Draft steps that are trained together."""
+        """The number of draft steps that are trained together."""
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Return the loss over windows of one length."""
 
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """Return, for each draft position, how often all drafted tokens up to it match a text."""
+        """Return, for each draft position, the fraction of drafts that match the text up to and including it."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a training. `best`: held-out tokens per pass; `history`: pairs of seconds and tokens per pass."""
+    """The progress of a training: gradient steps, seconds, and the best held-out result so far.
+
+    `best`: tokens per verification pass on held-out texts. `acceptance`: by draft position, as of `best`. `history`:
+    pairs of seconds and tokens per pass, one for each evaluation.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -51,7 +55,10 @@ class Progress:
 
 
 class State:
-    """The checkpoint: weights, the optimiser, the best weights, and the progress, in one file."""
+    """The checkpoint of a training in one file: weights, optimiser state, best weights, and progress.
+
+    A checkpoint at `path` is loaded if it was written with the same `config`.
+    """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
@@ -65,7 +72,7 @@ class State:
                     self._checkpoint = checkpoint
                     self.progress = Progress(**checkpoint["progress"])
             except Exception:  # damaged, or of another version
-                _log.warning("%s cannot be gone on from; fitting begins anew", path)
+                _log.warning("%s: the checkpoint cannot be resumed; fitting starts again", path)
 
     @property
     def resumable(self) -> bool:
@@ -73,17 +80,17 @@ class State:
         return bool(self._checkpoint)
 
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
-        """Load the checkpoint, if any."""
+        """Load weights and optimiser state from the checkpoint, if there is one."""
         if self.resumable:
             learner.net.load_state_dict(self._checkpoint["net"])
             optimizer.load_state_dict(self._checkpoint["optimizer"])
 
     def best_into(self, learner: Fittable) -> None:
-        """Load the best weights so far."""
+        """Load the best weights so far into the learner."""
         learner.net.load_state_dict(self._checkpoint["best"])
 
     def save(self, learner: Fittable, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
-        """Write the checkpoint atomically."""
+        """Write the checkpoint atomically, keeping the weights with the best `acceptance` of held-out texts."""
         done = self.progress
         brings = 1 + sum(acceptance)
         done.history.append((done.seconds, brings))

@@ -1,4 +1,4 @@
-"""The beginnings of training texts: given prompts, or a user's turn that the model makes up.
+"""The first tokens of training texts: given prompts, or a start after which the model makes up a user's message.
 
 An instruct model that is prompted with its chat template up to the user's message writes one itself (Magpie, Xu et al.
 2406.08464). A model without a template starts from its first token alone.
@@ -17,23 +17,26 @@ from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 
-USERS_TURN = 96  # tokens of a made-up user's turn, at most
+USERS_TURN = 96  # most tokens of a user's message that the model makes up
 _MARK = "selfspec-user-turn"
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Token ids that a text begins with; `turn`: the tokens that end the user's turn, if one is to be made up first."""
+    """The token ids that a text starts with.
+
+    `turn`: if the model first has to make up a user's message, the tokens that end the message and start the answer.
+    """
 
     tokens: tuple[int, ...]
     turn: tuple[int, ...] = ()
 
 
 def synthetic_beginning(tokenizer: Any, ends: frozenset[int], start: int | None) -> Beginning:
-    """Return the common beginning of all texts of a model that makes up its own prompts.
+    """Return the first tokens of all texts if the model makes up its own prompts.
 
-    `ends`: its end tokens; `start`: the token that texts begin with. Raises `SelfspecError` if there is neither a chat
-    template whose user's turn ends with an end token, nor a token to begin with.
+    `ends`: the model's end tokens. `start`: its start token, if it has one. Raises `SelfspecError` if there is
+    neither a chat template whose user's turn ends with an end token, nor a start or end token.
     """
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": _MARK}]
@@ -45,18 +48,22 @@ def synthetic_beginning(tokenizer: Any, ends: frozenset[int], start: int | None)
                 return Beginning(opening, turn)
     first = start if start is not None else next(iter(sorted(ends)), None)
     if first is None:
-        raise SelfspecError("the model has no chat template and no token to begin with; give prompts with --data")
+        raise SelfspecError("the model has neither a usable chat template nor a start token; give prompts with --data")
     return Beginning((first,))
 
 
 class UserTurns(LogitsProcessor):  # type: ignore[misc]
-    """Logits processor: the user's turn at temperature 1, then `turn`, then the answer greedily or at `temperature`."""
+    """Logits processor for made-up prompts.
+
+    It samples the user's message at temperature 1, forces the tokens `turn`, and samples the answer at `temperature`,
+    where 0 is greedy.
+    """
 
     def __init__(self, beginning: Beginning, temperature: float) -> None:
         self.beginning, self.temperature = beginning, temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the processed scores `[1, V]` after `[1, n]` tokens."""
+        """Return the processed scores `[1, V]` of the token after `input_ids` `[1, n]`."""
         generated = input_ids[0, len(self.beginning.tokens) :].tolist()
         turn = self.beginning.turn
         if turn:
@@ -71,7 +78,7 @@ class UserTurns(LogitsProcessor):  # type: ignore[misc]
         return scores / self.temperature
 
     def answering(self, generated: Sequence[int]) -> bool:
-        """Return whether the tokens after the beginning reach into the answer."""
+        """Return whether `generated`, the tokens after the beginning, have reached the answer."""
         turn = self.beginning.turn
         return not turn or (turn[0] in generated and len(generated) - list(generated).index(turn[0]) >= len(turn))
 
@@ -83,7 +90,7 @@ def _only(scores: Tensor, token: int) -> Tensor:
 
 
 def beginnings(prompts: Sequence[Sequence[int]] | None, own: Beginning | None, *, seed: int) -> Iterator[Beginning]:
-    """Yield beginnings without end: given prompts (token ids), shuffled by `seed` in every cycle, or `own`."""
+    """Yield beginnings endlessly: `prompts` (token ids), shuffled by `seed` in every cycle, or `own`."""
     draw = random.Random(seed)
     while True:
         if prompts is None:

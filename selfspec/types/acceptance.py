@@ -51,14 +51,14 @@ class AcceptanceCurve(Data):
         return self
 
     def place(self, confidence: float) -> tuple[int, float]:
-        """Return the place of a confidence: the knot before it, and the fraction of the way to the next, 0 to 1."""
+        """Return the index of the knot below a confidence, and the fraction (0 to 1) of the way to the next knot."""
         knots = self.confidence
         i = min(max(bisect_right(knots, confidence) - 1, 0), len(knots) - 2)
         return i, min(max((confidence - knots[i]) / (knots[i + 1] - knots[i]), 0.0), 1.0)
 
 
 def interpolate(values: Sequence[float], place: tuple[int, float]) -> float:
-    """Return the value at a `place` of a curve with these values at its knots."""
+    """Interpolate linearly between a curve's `values` at its knots; `place`: as `AcceptanceCurve.place` returns it."""
     i, share = place
     return values[i] + share * (values[i + 1] - values[i])
 
@@ -67,10 +67,9 @@ def interpolate(values: Sequence[float], place: tuple[int, float]) -> float:
 class PayoffModel:
     """The costs and gains of drafting, for a rate-optimal controller; times are in plain decode steps.
 
-    `draft`: the time of one drafted token. `rounds[w]`: the time of a round that verifies w rows, without its draft
-    steps (`rounds[0]` is never read). `curve`: the acceptance rates. `wider`: the times of a draft step over one token,
-    over two, and so on; empty if every draft step is over one token. `head`: the time of a step of a draft head below a
-    draft path.
+    `draft`: the time of one drafted token. `rounds[w]`: the time of a round that verifies w rows, drafting excluded
+    (`rounds[0]` is never read). `curve`: the acceptance rates. `wider`: the times of a draft step over 1, 2, .. tokens;
+    empty if every draft step is over one token. `head`: the time of a step of a draft head below a draft path.
     """
 
     draft: float = 0.5
@@ -100,7 +99,7 @@ class PayoffModel:
         return cls((1 - spared) * draft, tuple(rounds), curve, costs.passes(draft))
 
     def cost(self, work: Work) -> float:
-        """Return the cost of this work in plain decode steps; a call of unknown cost counts as one step."""
+        """Return the cost of draft work in plain decode steps; a call of unknown cost counts as one step."""
         return sum(calls * self._price(part) for part, calls in work)
 
     def _price(self, part: DraftCall) -> float:
@@ -111,7 +110,7 @@ class PayoffModel:
 
 
 def estimate_payoff(path: DraftPath | SkipSet, layers: int, curve: AcceptanceCurve | None = None) -> PayoffModel:
-    """Return an unmeasured payoff model: a draft step's cost is estimated from the weights it reads."""
+    """Return a payoff model without measurements: the cost of a draft step is estimated from the path's modes."""
     shares = {"full": 1.0, "int8": 0.4, "int4": 0.3, "skip": 0.0}
     modes = as_path(path).modes(layers)
     draft = 0.1 + 0.9 * sum(shares[mode] for mode in modes) / len(modes)

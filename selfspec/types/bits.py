@@ -21,14 +21,15 @@ class BitsRead:
 
     @property
     def summary(self) -> str:
-        """A sentence for display."""
+        """Description for display, with the bits of a draft step and of a plain step."""
         return f"a draft step reads {self.draft:.3g} bits per weight, a plain step {self.plain:.3g}"
 
 
 def bits_read(path: DraftPath, model: Identity, *, dtype: str | None = None) -> BitsRead | None:
-    """Return the bits that a draft step reads of a model in `dtype`, such as `bfloat16`; other values mean 32 bits.
+    """Return the mean bits per weight that a draft step and a plain step read of a model.
 
-    None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
+    `dtype`: that of the unquantised weights, such as `bfloat16`; None and unknown names count as 32 bits. None if one
+    of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
     """
     full = DTYPES.get(dtype or "", 32.0)
     draft = bits_per_weight(path, model, full=full)
@@ -38,9 +39,10 @@ def bits_read(path: DraftPath, model: Identity, *, dtype: str | None = None) -> 
 def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> float | None:
     """Return the mean bits read per weight of all sub-layers and the head; `full`: bits of a full-precision weight.
 
-    Skipped sub-layers are not read; of the head only the path's vocabulary is. Norms and the embedding are left out, as
-    a step reads little of them. The head dimension is assumed to be the residual width divided by the number of heads.
-    None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
+    Skipped sub-layers are not read; of the head, only the rows of the path's vocabulary are read. Norms and the
+    embedding are left out, as a step reads little of either. The head dimension is assumed to be the hidden size
+    divided by the number of heads. None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that
+    the model does not have.
     """
     return _mean(path, model, full, path.share(model.vocabulary) * {"full": full, **READ}[path.head])
 
@@ -48,8 +50,8 @@ def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> 
 def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -> float | None:
     """Return a path's extra memory as a share of the weights of all the model's sub-layers and its head in `dtype`.
 
-    Extra are the quantised weights, and the weights of a head over a reduced vocabulary. The dtype, the assumptions and
-    the errors are those of `bits_read`.
+    Extra memory holds the quantised weights, and the weights of a head over a reduced vocabulary. `dtype`, the
+    assumptions, the errors and a result of None are as in `bits_read`.
     """
     full = DTYPES.get(dtype or "", 32.0)
     head_bits = full if path.vocabulary is not None and path.head == "full" else {"full": 0.0, **READ}[path.head]

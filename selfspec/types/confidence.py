@@ -17,15 +17,15 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Confidence(Data):
-    """The chance that a drafted token is right, from the draft's own distribution.
+    """The estimated chance that a drafted token is right, from the distribution that the drafter computed.
 
         1 / (1 + exp(-(bias + probability * log(p / (1 - p)) + gap * log(g))))
 
     p: the token's probability; g: the gap between the two best logits after processors and temperature (under rule
     `match`, between the two best sums of log p and noise). By default the confidence is p itself.
 
-    If the draft is nearly the whole model, it is wrong only where the model itself hardly prefers one token to another.
-    The gap shows that, and a low probability does not.
+    A draft path that skips little is wrong only where the model itself hardly prefers one token to another. A small gap
+    shows such positions; a low probability does not.
     """
 
     bias: Weight = 0.0
@@ -39,7 +39,7 @@ class Confidence(Data):
 
     @property
     def inputs(self) -> str:
-        """The inputs it depends on: probability, gap, both, or nothing (the same for all tokens)."""
+        """The inputs of the estimate: `probability`, `gap`, `both`, or `nothing` (equal for all tokens)."""
         if not self.probability:
             return "gap" if self.gap else "nothing"
         return "both" if self.gap else "probability"

@@ -1,4 +1,4 @@
-"""The specification of a controller in a profile: plain data; `controllers` makes it and checks its options."""
+"""The specification of a controller in a profile: plain data, from which `selfspec.controllers` makes controllers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ Option = Annotated[int, Field(ge=-(10**9), le=10**9)] | Annotated[float, Field(a
 
 
 class ControllerSpec(Data):
-    """A controller by its registered name, with options that the registry in `controllers` checks."""
+    """The registered name of a controller, and its options, which `selfspec.controllers` checks."""
 
     name: str = Field(description="Name: fixed, static, adaptive or rate.")
-    options: dict[str, Option] = Field({}, description="Options, such as threshold or k_max; defaults for the rest.")
+    options: dict[str, Option] = Field(
+        {}, description="Options, such as threshold or k_max; omitted options keep their defaults."
+    )

@@ -18,7 +18,7 @@ from selfspec.types.draft_work import LOOKUP_CALL, DraftCall, Work, draft_pass
 from selfspec.types.skip import SkipSet
 
 WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps over 2, 3, .. tokens
-CHEAPER = 0.9  # relative to full precision: a mode that costs more is not worth trying
+CHEAPER = 0.9  # a quantised mode is worth trying if it costs less than this share of full precision
 
 
 class ModeCosts(Data):
@@ -32,11 +32,12 @@ class ModeCosts(Data):
 class CostModel(Data):
     """Seconds, measured on one model, device and dtype with `context` keys in the cache.
 
-    A draft step takes `base`, and `attention` and `mlp` for each such sub-layer that runs. Each attention takes
-    `attention_per_key` more for every cached key beyond `context`, or less for fewer. A verification pass of
+    A draft step takes `base`, plus `attention` and `mlp` for each such sub-layer that runs. Each attention sub-layer
+    takes `attention_per_key` more for every cached key beyond `context`, or less for fewer keys. A verification pass of
     `widths[i]` rows takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every
-    round takes `round` on top. `prefill` is per prompt token. `head` is the part of a draft step that the head over the
-    whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to one over one token.
+    round takes `round` on top. `prefill` is per prompt token. `head` is the part of `base` that the language-model head
+    over the whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to a draft step
+    over one token.
     `low`: the costs of quantised sub-layers and head, by mode; a missing mode is assumed to cost as much as full
     precision. `fastest`: the time of a plain decode step with the weight layout that suits it, if the measured layout
     suits drafting. `error`: mean relative error of the draft step's cost on paths left out of the fit.
@@ -82,7 +83,7 @@ class CostModel(Data):
     ) -> float:
         """Return the seconds of one draft step of a model of `layers` layers along a path, over `keys` cached keys.
 
-        `vocabulary`: the share of the vocabulary that its head covers.
+        `keys`: None: `context` keys. `vocabulary`: the share of the vocabulary that the language-model head covers.
         """
         path = as_path(path)
         further = 0 if keys is None else keys - self.context
@@ -96,7 +97,7 @@ class CostModel(Data):
         return max(seconds - self.head + vocabulary * head, 0.0)
 
     def cheaper_in(self, mode: Mode) -> bool:
-        """Return whether sub-layers are notably cheaper in that mode than in full (`CHEAPER`)."""
+        """Return whether sub-layers in this mode cost less than `CHEAPER` times their cost at full precision."""
         mine, full = self._prices.get(mode, self._full), self._full
         return mine.attention + mine.mlp < CHEAPER * (full.attention + full.mlp)
 
@@ -110,15 +111,15 @@ class CostModel(Data):
         return {"full": self._full, **low}
 
     def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
-        """Return a draft step's cost relative to a plain decode step: the literature's c."""
+        """Return the time of a draft step divided by the time of a plain decode step (Leviathan et al.'s c)."""
         return self.draft(path, layers) / self.plain
 
     def passes(self, draft: float) -> tuple[float, ...]:
-        """Return the seconds of draft steps over 1, 2, .. tokens at once, given `draft` for one token."""
+        """Return the seconds of draft steps over 1, 2, .. tokens; `draft`: the seconds for one token."""
         return (draft, *(draft * share for share in self.wider))
 
     def call_costs(self, draft: float) -> dict[DraftCall, float]:
-        """Return the seconds of one call of each part of draft work, given `draft` for a step over one token."""
+        """Return the seconds of one call of each kind of draft work; `draft`: those of a draft step over one token."""
         steps = {draft_pass(rows): seconds for rows, seconds in enumerate(self.passes(draft), start=1)}
         return {LOOKUP_CALL: 0.0, **steps}
 
@@ -135,9 +136,10 @@ class CostModel(Data):
         return t_b + rise * (rows - b) / (b - a)
 
     def seconds(self, rounds: Mapping[tuple[Work, int], int], prices: Mapping[DraftCall, float]) -> float:
-        """Return the seconds of decoding, where `rounds[work, w]` rounds drafted with this work and verified w rows.
+        """Return the seconds of decoding by these rounds.
 
-        `prices`: seconds of one call of each part of the work.
+        `rounds[work, w]`: the number of rounds that took this draft work and verified w rows. `prices`: the seconds of
+        one call of each kind of draft work.
         """
         return sum(
             times * (self.round + sum(calls * prices[part] for part, calls in work) + self.verification(rows))
@@ -146,7 +148,7 @@ class CostModel(Data):
 
 
 def _counts(path: DraftPath, mode: Mode, layers: int, priced: Collection[Mode]) -> tuple[int, int]:
-    """Return how many attention and MLP sub-layers run in a mode; modes without a cost count as full."""
+    """Return how many attention and how many MLP sub-layers run in a mode; modes not in `priced` count as full."""
     if mode != "full":
         sublayers: SkipSet = getattr(path, mode)
         return len(sublayers.attention), len(sublayers.mlp)

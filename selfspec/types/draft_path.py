@@ -1,4 +1,4 @@
-"""Draft paths: how the model runs while it drafts. Plain data; `runtime` compiles it for a model."""
+"""Draft paths: how the model runs while it drafts. Plain data, which `selfspec.runtime` compiles for a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 Mode = Literal["full", "int8", "int4", "skip"]
-"""How one sub-layer runs while drafting: in full, with int8 or int4 weights, or skipped."""
+"""How one sub-layer runs while drafting: at full precision, with int8 or int4 weights, or skipped."""
 
 HeadMode = Literal["full", "int8", "int4"]
 LowMode = Literal["int8", "int4"]
@@ -24,13 +24,15 @@ WORDS: dict[Mode, str] = {"full": "in full", "int8": "in int8", "int4": "in int4
 
 @dataclass(frozen=True, slots=True)
 class DraftPath:
-    """A draft path: the mode of each sub-layer and of the head while drafting; sub-layers not listed run in full.
+    """A draft path: the mode of each sub-layer and of the language-model head while drafting.
 
-    `skip`: the skip set, skipped sub-layers. `int8` and `int4`: the sub-layers that run with int8 or int4 weights.
-    `head`: the mode of the head. `vocabulary`: the only tokens whose logits the head computes; None: all. `trained`:
-    the name of the trained additions, as registered with a runtime (`Runtime.learn`); None: none. Raises
-    `SelfspecError` for a sub-layer with two modes, a skipped head, and a vocabulary that is empty or has a repeated or
-    negative token.
+    Sub-layers that are in none of the sets run at full precision.
+
+    `skip`: the skipped sub-layers. `int8` and `int4`: the sub-layers that run with int8 or int4 weights. `head`: the
+    mode of the head. `vocabulary`: the only tokens whose logits the head computes; None: all tokens. `trained`: the
+    name under which bridges or adapters are registered with the runtime (`Runtime.register_trained`); None: none.
+    Raises `SelfspecError` for a sub-layer with two modes, a skipped head, and a vocabulary that is empty or has a
+    repeated or negative token.
     """
 
     skip: SkipSet = NOTHING_SKIPPED
@@ -43,7 +45,10 @@ class DraftPath:
     def __post_init__(self) -> None:
         tokens = self.vocabulary
         if tokens is not None and (not tokens or len(set(tokens)) < len(tokens) or min(tokens) < 0):
-            raise SelfspecError("a draft vocabulary is of one or more different tokens from 0")
+            raise SelfspecError(
+                "draft vocabulary: empty, or with a repeated or negative token; expected one or more different tokens "
+                "from 0"
+            )
         if self.head not in MODES[:-1]:
             raise SelfspecError(f"head '{self.head}': expected {', '.join(MODES[:-1])}")
         if not self.low_precision:
@@ -60,7 +65,7 @@ class DraftPath:
 
     @classmethod
     def skipping(cls, attention: Sequence[int] = (), mlp: Sequence[int] = ()) -> DraftPath:
-        """Make a path that skips these layers' attention and MLP sub-layers, and runs the rest in full."""
+        """Make a path that skips these layers' attention or MLP sub-layers; all others run at full precision."""
         return cls(SkipSet(tuple(attention), tuple(mlp)))
 
     @classmethod
@@ -88,7 +93,7 @@ class DraftPath:
         self.int4.check(layers, mode="int4")
 
     def share(self, words: int | None) -> float:
-        """Return the share of a vocabulary of `words` tokens that the head covers; 1 if its size is unknown."""
+        """Return the share of a vocabulary of `words` tokens that the head covers; 1 if `words` is None (unknown)."""
         return 1.0 if self.vocabulary is None or not words else len(self.vocabulary) / words
 
     def runs(self, layers: int) -> list[tuple[int, int]]:
@@ -110,17 +115,17 @@ class DraftPath:
 
     @property
     def cheaper(self) -> bool:
-        """Whether any sub-layer or the head does not run in full; otherwise a draft step costs a decode step."""
+        """Whether any sub-layer is skipped or quantised, or the head quantised; else drafting saves no time."""
         return self.low_precision or len(self.skip) > 0
 
     def rows(self, layers: int) -> tuple[str, str]:
-        """Return the skip map: a string for attention and one for MLP, a sign of `SIGNS` for each layer."""
+        """Return the skip map: strings for attention and for MLP, with a sign of `SIGNS` for each layer."""
         signs = "".join(SIGNS[mode] for mode in self.modes(layers))
         return signs[:layers], signs[layers:]
 
     @property
     def summary(self) -> str:
-        """A short description of what does not run in full."""
+        """Short description: the numbers of skipped and quantised sub-layers, and the mode of a quantised head."""
         parts = [
             f"{len(sublayers)} {WORDS[mode]}"
             for mode, sublayers in (*self.quantized_sets, ("skip", self.skip))
@@ -138,5 +143,5 @@ FULL = DraftPath()
 
 
 def as_path(path: DraftPath | SkipSet) -> DraftPath:
-    """Return a draft path; a skip set becomes one that runs the rest in full."""
+    """Return a draft path; for a skip set, the path that skips it and runs all other sub-layers at full precision."""
     return DraftPath(path) if isinstance(path, SkipSet) else path

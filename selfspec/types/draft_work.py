@@ -1,4 +1,4 @@
-"""The work of making a draft: calls with known costs. Plain data for drafters, guard, statistics and cost models."""
+"""The work of making a draft: how many calls of each kind. Plain data for drafters, guard, statistics and costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class DraftCall(NamedTuple):
-    """One kind of call in drafting: its name, and how many tokens of the sequence it processes at once."""
+    """One kind of call in drafting: its name, and the number of tokens that it processes at once."""
 
     name: str
     rows: int = 1
@@ -29,7 +29,7 @@ LOOKUP_WORK: Work = ((LOOKUP_CALL, 1),)
 
 
 def steps_of(drafted: int) -> Work:
-    """Return the work of a chain drafted token by token along a draft path."""
+    """Return the work of drafting `drafted` tokens, each by a draft step over one token."""
     return ((DRAFT_STEP, drafted),) if drafted else NO_WORK
 
 

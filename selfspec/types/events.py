@@ -34,8 +34,8 @@ _MEANINGS = {
     Origin.PLAIN: "the model's own, nothing was drafted",
     Origin.ACCEPTED_DRAFT: "drafted, and accepted",
     Origin.ACCEPTED_CANDIDATE: "another candidate, and accepted",
-    Origin.ACCEPTED_LOOKUP: "what followed before, and accepted",
-    Origin.CORRECTED: "the model's own, for a rejected one",
+    Origin.ACCEPTED_LOOKUP: "a lookup token, and accepted",
+    Origin.CORRECTED: "the model's own, for a rejected token",
     Origin.BONUS: "the model's own, after a whole draft",
 }
 
@@ -53,13 +53,14 @@ class Rejected:
 class TokenEvent:
     """One emitted token and its origin.
 
-    `text`: what it added to the generation's text: '' for special tokens, for all but the last of the tokens that share
-    a character, and from a stop string on. `round`: from 1. `place`: a drafted token's depth in its draft, from 1.
-    `confidence`: the draft's confidence in it; None if it was not drafted, and for a position's further candidates,
-    whose confidence is unknown. `probability`: the target's probability of it, the softmax of the raw logits without
-    temperature and processors; None unless `probabilities` were requested. `rejected`: tokens rejected at this position
-    before this one was taken: the chain's token first, then the other candidates. `source`: its source by name: the
-    draft path, or a proposer, also if the path drafted the same token as the lookup; None if it was not drafted.
+    `text`: the text that the token added to the generation: '' for special tokens, for all but the last of the tokens
+    that share a character, and from a stop string on. `round`: the number of the round, from 1. `place`: a drafted
+    token's depth in its draft, from 1; None if the token was not drafted. `confidence`: the draft's confidence in the
+    token; None if it was not drafted, and for a position's further candidates, whose confidence is unknown.
+    `probability`: the target's probability of the token, the softmax of the raw logits without temperature and
+    processors; None unless `probabilities` were requested. `rejected`: tokens rejected at this position before this
+    token was taken: the drafted token first, then further candidates. `source`: the name of the token's source: the
+    drafter, or a proposer, also if the draft path drafted the proposer's token; None if the token was not drafted.
     """
 
     token: int
@@ -97,9 +98,10 @@ def origins(done: Round) -> list[Origin]:
 def token_events(
     tokens: Sequence[int], texts: Sequence[str], rounds: Iterable[Round], text_of: Callable[[int, int], str]
 ) -> tuple[TokenEvent, ...]:
-    """Return the events of emitted `tokens`, whose `texts` make the whole text, from the `rounds` that emitted them.
+    """Return the events of the emitted `tokens`, from the `rounds` that emitted them.
 
-    `text_of(i, token)`: the text that `token` would have added as the i-th emitted one.
+    `texts`: the text that each token added. `text_of(i, token)`: the text that `token` would have added as the i-th
+    emitted token, for rejected tokens.
     """
     events: list[TokenEvent] = []
     for number, done in enumerate(rounds, 1):

@@ -13,7 +13,7 @@ Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 
 
 class Identity(Data):
-    """The model a profile is for. Fields that are set must agree with the model; `layers` is required."""
+    """The model that a profile is for. Each field that is set must agree with the model; `layers` is required."""
 
     layers: Layers = Field(description="Number of decoder layers.")
     name: str | None = Field(

@@ -1,4 +1,4 @@
-"""The cost of passes over a batch of sequences, by their number of tokens: plain numbers, measured where they run."""
+"""The costs of passes over a batch of sequences, by number of tokens: plain data, measured on the machine in use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from selfspec.basics.errors import SelfspecError
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Seconds of passes over 0, 1, 2, .. tokens in all, shared by any number of sequences.
+    """Seconds of a pass by its total number of tokens, 0, 1, 2, .., whatever the number of sequences.
 
     `verify[n]`: a full pass over n tokens, with the round's other work; `draft[n]`: a pass along the draft path. Beyond
-    the last entry, costs rise with the slope of the upper half. Raises `SelfspecError` for fewer than three of either.
+    the last entry, costs rise with the mean slope of the upper half of the entries. Raises `SelfspecError` if `verify`
+    or `draft` has fewer than three entries.
     """
 
     verify: tuple[float, ...]
@@ -21,23 +22,23 @@ class PassCosts:
 
     def __post_init__(self) -> None:
         if min(len(self.verify), len(self.draft)) < 3:
-            raise SelfspecError("prices of passes: expected those over no, one and two tokens at least")
+            raise SelfspecError("costs of passes: expected at least those over 0, 1 and 2 tokens")
 
     @classmethod
     def from_measurements(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> PassCosts:
-        """Interpolate costs measured at some numbers of tokens, never falling, up to `most` tokens."""
+        """Interpolate measured costs, given by number of tokens, up to `most` tokens; costs never fall with tokens."""
         return cls(_filled(verify, most), _filled(draft, most))
 
     def verified(self, tokens: int) -> float:
-        """Return the seconds of a full pass."""
+        """Return the seconds of a full pass over `tokens` tokens."""
         return _seconds_for(self.verify, tokens)
 
     def wider(self, tokens: int, more: int) -> float:
-        """Return the seconds that `more` further tokens add to a full pass."""
+        """Return the seconds that `more` further tokens add to a full pass over `tokens` tokens."""
         return self.verified(tokens + more) - self.verified(tokens)
 
     def drafted(self, tokens: int) -> float:
-        """Return the seconds of a pass along the draft path."""
+        """Return the seconds of a pass along the draft path over `tokens` tokens."""
         return _seconds_for(self.draft, tokens)
 
 

@@ -53,14 +53,17 @@ class SkipSet:
 
     @classmethod
     def from_bits(cls, bits: Sequence[bool | int]) -> SkipSet:
-        """Make a skip set from `bits`, the inverse. Raises `SelfspecError` for an odd number of bits."""
+        """Make a skip set from the booleans that the method `bits` returns.
+
+        Raises `SelfspecError` for an odd number of bits.
+        """
         if len(bits) % 2:
             raise SelfspecError(f"a skip set has two bits a layer; got {len(bits)} bits")
         layers = len(bits) // 2
         return cls(_where(bits[:layers]), _where(bits[layers:]))
 
     def rows(self, layers: int) -> tuple[str, str]:
-        """Return the skip map: a string for attention and one for MLP, `#` where a sub-layer runs, `.` where not."""
+        """Return the skip map, a string for attention and a string for MLP: `#` for a sub-layer that runs, else `.`."""
         bits = self.bits(layers)
         return _map(bits[:layers]), _map(bits[layers:])
 

@@ -17,8 +17,8 @@ Finish = Literal["end", "stop", "guide", "length", "time"]
 class Round:
     """One round: draft length, accepted tokens, emitted tokens, and seconds.
 
-    The seconds are those since the round before; the first round's include the prefill. `nodes`: drafted tokens that
-    were verified, all candidates of each position counted.
+    `seconds`: the time since the previous round's end; in the first round, the prefill is included. `nodes`: drafted
+    tokens that were verified, all candidates of each position counted.
 
     The draft, with fields as in `drafts.Draft`: `proposed` tokens with their `parents` (-1: the last token emitted
     before), the `confidence` in the first nodes, and `path`, the accepted nodes. `probabilities`: the target's
@@ -46,10 +46,10 @@ class Stats:
 
     `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
     of each position counted, `accepted` the drafted tokens that were emitted, `tokens` all emitted tokens. `seconds` is
-    wall time, prefill included; `drafting`: the seconds of proposing, if a benchmark timed it. `work`: the number of
-    calls of each part of drafting; `sources`: accepted tokens by source, as far as known. `prompt`: prompt tokens, of
-    which `kept` were not prefilled again because a conversation's cache held their keys. `finish`: why one generation's
-    text ended; None while it goes on, and if it was interrupted. `log`: the rounds of one generation.
+    wall time, prefill included; `drafting`: the seconds of drafting, if a benchmark measured them. `work`: the number
+    of calls of each kind in drafting; `sources`: accepted tokens by source, as far as known. `prompt`: prompt tokens,
+    of which `num_cached` were not prefilled because their keys and values were cached already. `finish`: why the
+    generation ended; None while it goes on, and if it was interrupted. `log`: the rounds of one generation.
     """
 
     rounds: int = 0
@@ -68,7 +68,7 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted draft tokens per draft step; 0 if nothing was drafted."""
+        """Accepted tokens divided by `drafted`, the tokens drafted one after the other; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -78,7 +78,7 @@ class Stats:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of all emitted tokens by source; the remainder are the target's own."""
+        """The share of all emitted tokens by source; tokens without a source came from the target."""
         return {source: tokens / self.tokens for source, tokens in self.sources.most_common()}
 
     @property
@@ -95,7 +95,7 @@ class Stats:
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
-        """Return the sum of several generations."""
+        """Return the summed statistics of several generations, without their logs and finish."""
         total = cls()
         for part in parts:
             total.add(part)
@@ -111,7 +111,10 @@ class Stats:
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """Return, for the 1st, 2nd, .. token of a draft, the share emitted of the drafts that long."""
+    """Return the acceptance rate of draft positions 1, 2, ..: the share accepted of all drafts at least that long.
+
+    An accepted token counts only if it was emitted.
+    """
     deepest = max((done.drafted for done in rounds), default=0)
     shares = []
     for place in range(1, deepest + 1):

@@ -83,7 +83,7 @@ class ToyBatch:
         self.running: list[ToyRequest] = []
         self.waiting: list[ToyRequest] = []
         self.most = 0  # that ever ran together
-        self.num_slots = PLACES
+        self.num_slots = self.max_seq_len = PLACES
         self.counters = SimpleNamespace(
             rounds=0,
             tokens=0,

@@ -42,7 +42,7 @@ def test_columns_and_templates(tmp_path):
     [
         ("p.jsonl", {"column": "n"}, r"p\.jsonl, line 1: expected an object whose 'n' is a text that is not empty"),
         ("p.jsonl", {"column": "text"}, r"line 2: expected an object whose 'text' is a text"),
-        ("p.jsonl", {"template": "{n} {x}"}, r"line 1: expected an object whose 'n' and 'x' are there, texts"),
+        ("p.jsonl", {"template": "{n} {x}"}, r"line 1: expected an object whose 'n' and 'x' are texts"),
         ("p.txt", {"column": "q"}, r"p\.txt: no column 'q' \(there are: text\)"),
         ("p.txt", {"template": "{q}"}, r"p\.txt: no column 'q'"),
         ("p.txt", {"template": "{text"}, "template '{text': "),

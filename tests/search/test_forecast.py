@@ -97,9 +97,9 @@ def test_what_is_said():
     """In seconds, or minutes; whether there is a limit, and whether all of it fits in."""
     told = forecast_summary(TASK, PACE, Budget(clock=lambda: 0.0))
     assert told.startswith("this will take about ")
-    assert " minutes, by a plain step of 30 ms and 1.6 ms a row; minutes bound it" in told
-    assert forecast_summary(TASK, PACE, budget(60)).endswith("; it is cut down to the 60 s asked for")
-    assert forecast_summary(TASK, PACE, budget(150)).endswith("; it is cut down to the 2.5 minutes asked for")
+    assert " minutes, by a plain step of 30 ms and 1.6 ms a row; `minutes` limits it" in told
+    assert forecast_summary(TASK, PACE, budget(60)).endswith("; it is shortened to the limit of 60 s")
+    assert forecast_summary(TASK, PACE, budget(150)).endswith("; it is shortened to the limit of 2.5 minutes")
     assert forecast_summary(TASK, PACE, budget(36000)).endswith("1.6 ms a row")
     quick = Pace(1e-3, 1e-5)
     assert " s, by a plain step of 1 ms" in forecast_summary(TASK, quick, Budget(clock=lambda: 0.0))

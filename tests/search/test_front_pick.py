@@ -73,5 +73,5 @@ def test_the_fastest_within_a_cost_and_memory():
     with pytest.raises(SelfspecError, match="here: no trial's draft step costs 0.5 of a plain one or less"):
         best_within(ledger, 0.5, 0)
     ledger.entries = entries[:1]
-    with pytest.raises(SelfspecError, match="no trial holds 0.1 of the model's bytes or less; the smallest holds 0.23"):
+    with pytest.raises(SelfspecError, match="extra memory is 0.1 of the model's bytes or less; the smallest is 0.23"):
         best_within(ledger, max_memory=0.1)

@@ -104,7 +104,7 @@ def test_one_set_is_tried_however_late_it_is(llm, clock):
     profile = search(llm, Budget(600, clock=clock), watch)
     assert len(watch.trials) == profile.search.trials == 1
     assert not profile.measured
-    assert profile.note.startswith("there was no time for more; not measured; time sufficed for 1 of 6 trials")
+    assert profile.note.startswith("too little time was left; not measured; time sufficed for 1 of 6 trials")
     assert parse_profile(profile_text(profile), source="p") == profile
 
 
@@ -115,10 +115,10 @@ def test_with_no_time_at_all_nothing_is_tried_and_the_profile_says_so(llm, clock
     watch = Events(clock)
     profile = search(llm, budget, watch, minutes=0.5, storage=tmp_path / "trials.jsonl")
     assert (profile.draft, profile.search.trials, profile.search.minutes) == (PlainSpec(), 0, 0.5)
-    assert profile.note.startswith("nothing was tried: of the 30 s asked for, 40 had passed when the model was loaded")
+    assert profile.note.startswith("no path was tried: of the limit of 30 s, 40 s had passed when the model was loaded")
     assert "\n" not in profile.note
     assert list(watch.begun) == ["timing the model"]
-    assert watch.said[0].endswith("it is cut down to the 30 s asked for")
+    assert watch.said[0].endswith("it is shortened to the limit of 30 s")
     assert parse_profile(profile_text(profile), source="p") == profile
     assert search(llm, None, storage=tmp_path / "trials.jsonl").search.trials == 6
 
@@ -276,5 +276,5 @@ def test_next_to_no_time_on_a_real_clock(llm, monkeypatch, minutes):
     monkeypatch.undo()
     profile = find_profile(llm, minutes=minutes, trials=10_000, count=3, max_new_tokens=16)
     assert parse_profile(profile_text(profile), source="p") == profile
-    assert "nothing was tried" in profile.note or f"of {10_000} trials" in profile.note
+    assert "no path was tried" in profile.note or f"of {10_000} trials" in profile.note
     assert profile.search.minutes == minutes

@@ -126,11 +126,11 @@ def test_another_search_is_refused(written):
 
 
 def test_a_study_that_is_not_there(written):
-    with pytest.raises(SelfspecError, match="there is no study 'mine' there; it holds selfspec"):
+    with pytest.raises(SelfspecError, match="study 'mine': not in this storage; the storage holds selfspec"):
         Ledger(written, "mine")
     assert Ledger(written, None).settings == SETTINGS
     Ledger(written, "second", settings=SETTINGS)
-    with pytest.raises(SelfspecError, match="not said which study is meant; it holds second, selfspec"):
+    with pytest.raises(SelfspecError, match="study: not named; the storage holds second, selfspec"):
         Ledger(written, None)
 
 

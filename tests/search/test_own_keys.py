@@ -219,7 +219,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     assert (profile.draft.candidates, profile.draft.vocabulary) == (1, None)
     assert len(profile.skip_set) > 0
     assert profile.predicted.speedup > 1
-    assert profile.note == "for a draft model with a cache of its own, whose speed is predicted, not measured"
+    assert profile.note == "for a draft model with a separate KV cache; its speed is predicted, not measured"
     assert parse_profile(profile_text(profile), source="p") == profile
     with pytest.raises(SelfspecError, match="holds the trials of another search"):
         find_profile(llm, storage=tmp_path / "trials", **options)
@@ -227,7 +227,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: dear)
     nothing = find_profile(llm, kv="own", warm=False, **options)
     assert nothing.draft == PlainSpec()
-    assert "nothing is predicted to beat plain decoding: the best set found (attention" in nothing.note
+    assert "nothing is predicted to beat plain decoding: the best skip set found (attention" in nothing.note
     kept = find_profile(llm, kv="own", warm=False, keep_best=True, **options)
     assert len(kept.skip_set) > 0
     assert kept.note == profile.note
@@ -239,7 +239,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
         ({"kv": "mine"}, "kv 'mine' is not known; known: shared, own"),
         (
             {"kv": "own", "objective": "wallclock"},
-            "kv 'own' needs the replay objective: selfspec's own decoding shares",
+            "kv 'own' needs the replay objective: selfspec's drafts share",
         ),
     ],
 )

@@ -262,7 +262,7 @@ def test_counts_under_shared_noise_are_those_of_real_decoding(candidates):
 
 
 def test_shared_noise_needs_seeds():
-    with pytest.raises(SelfspecError, match="this one names none"):
+    with pytest.raises(SelfspecError, match="a text without a seed"):
         Replay(small(), [TargetText((1, 2, 3), 1, 4)], sampler=Sampler(temperature=1.0), rule="match")
 
 

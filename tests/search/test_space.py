@@ -52,7 +52,7 @@ def test_modes(text, modes):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("fp8", "'fp8' is not known; known: full, int8"), ("full", "expected one beside")]
+    ("text", "message"), [("fp8", "'fp8' is not known; known: full, int8"), ("full", "expected at least one mode")]
 )
 def test_wrong_modes_are_refused(text, message):
     with pytest.raises(SelfspecError, match=message):

@@ -103,17 +103,17 @@ def test_a_search_saves_what_it_found(llm, clockless, unbridged):
         ("timing the model", None),
         ("continuing prompts", 2 * 12),
         ("measuring costs", None),
-        ("reading the texts", None),
-        ("reading what drafts are sure of", None),
+        ("prefilling the texts", None),
+        ("fitting the confidence of drafted tokens", None),
         ("ranking sub-layers", 2 * llm.runtime.layers + 1),
-        ("planning likely sets", None),
+        ("planning warm starts", None),
         ("searching", 12),
         ("trying bridges over skipped layers", None),
         ("trying smaller draft vocabularies", None),
         ("continuing other prompts", 2 * 12),
         ("choosing among the best few", FINALISTS),
         ("measuring the best on held-out prompts", 2 * 3 * 3),
-        ("predicting what it brings", None),
+        ("predicting the speed of the profile", None),
     ]
     assert len(watch.said) == 1
     assert "this will take about" in watch.said[0]
@@ -337,7 +337,7 @@ def test_prompts_as_chat_messages(llm, clockless, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chat": True}, "its tokenizer has no chat template"),
+        ({"chat": True}, "the tokenizer has no chat template"),
         ({"trials": 0}, "at least 1 trial"),
         ({"count": 0}, "1 prompt"),
         ({"prompts": "abc"}, "prompts is one text; expected a list"),

@@ -1,7 +1,7 @@
 """The supported model families, by the `model_type` of their configuration.
 
-A family is one file here, which locates its models' modules and defines how their sub-layers compute (`base`), and a
-line in `FAMILIES`. Models that share a skeleton, such as Llama, Mistral and Qwen2, share the file.
+A family is a file in this folder, which locates the models' modules and defines how sub-layers compute (see `base`),
+and a line in `FAMILIES`. Models that share a module tree, such as Llama, Mistral and Qwen2, share the file.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def find_family(config: Any, what: str) -> Family:
 
 
 def is_lean(model: Any) -> bool:
-    """Return whether a loaded model is of one of these families, which the lean runtime supports."""
+    """Return whether a loaded model is in `FAMILIES`: the runtime calls its modules, not the model's forward."""
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
 def parts_of(model: Any) -> Parts:
-    """Return the parts of a loaded model. Raises `UnsupportedModelError` for an unsupported model."""
+    """Return the modules (`Parts`) of a loaded model. Raises `UnsupportedModelError` for an unsupported model."""
     family = find_family(getattr(model, "config", None), type(model).__name__)
     return family.parts(model.get_base_model() if hasattr(model, "get_base_model") else model)

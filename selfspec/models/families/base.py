@@ -1,10 +1,11 @@
 """The interface of a model family: where its models' modules are (`Parts`), and how sub-layers compute (`Block`).
 
 The runtime's loop is the same for all families: the embedding starts the residual stream; each layer's attention and
-MLP sub-layer read the stream and add to it; the last norm and the head compute logits from it. Differences go into the
-callables: a norm of queries and keys into `Attention.qkv`, a norm or a multiplier of a sub-layer's output into
-`Attention.add` and the MLP's `run`, multipliers of the embedding and the logits into `Family.embed` and `Family.head`,
-experts into an `Mlp` of their own. A layer's sliding window and RoPE are its `AttentionSpec`.
+MLP sub-layer read the residual stream and add to it; the last norm and the head compute logits from it. A family's
+differences go into the callables: a norm of queries and keys into `Attention.qkv`, a norm or a multiplier of a
+sub-layer's output into `Attention.add` and the MLP's `run`, multipliers of the embedding and the logits into
+`Family.embed` and `Family.head`, experts into a separate `Mlp` class. A layer's sliding window and RoPE are its
+`AttentionSpec`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The RoPE and sliding window of an attention sub-layer, shared by all layers with the same ones.
+    """The RoPE and sliding window of an attention sub-layer, shared by all layers with the same RoPE and window.
 
     `window`: a token sees itself and the tokens less than `window` positions before it; None: all tokens before it.
     `custom_attention`: the sub-layer computes weights from scores by its own function, `Attention.weights`.
@@ -55,20 +56,20 @@ class AttentionSpec:
 Weights = Callable[[Tensor, Tensor | None], Tensor]
 """`weights(scores, mask)` returns the attention weights of scaled scores `[B * H_kv, G * n, S]`.
 
-The rows of a KV head are those of its query heads, one head after the other. `mask` is additive. The function may
-overwrite the scores.
+Dimension 1 holds the n rows of each of a KV head's G query heads, one head after the other. `mask` is additive. The
+function may overwrite the scores.
 """
 
 
 Plain = tuple[Sequence[Any], Sequence[Any]]
-"""A sub-layer's linears: those that read the normalised stream, and the one that writes to the stream."""
+"""A sub-layer's linears `(readers, writers)`: readers take the normalised residual stream, the writer adds to it."""
 
 
 class Workspace(Protocol):
     """The residual stream of a pass over N rows, and temporary tensors that each sub-layer overwrites."""
 
     stream: Tensor  # [N, D], the residual stream: added to in place, otherwise only read
-    stream_with_eps: Tensor  # [N, D + 1], the stream and one more column, see `Norm`
+    stream_with_eps: Tensor  # [N, D + 1], the residual stream and one more column, see `Norm`
     normed: Tensor  # [N, D], overwritten by norms only
     gate_up: Tensor  # [N, 2 * I] for I MLP units: gate and up side by side
     gate: Tensor  # [N, I], a view of `gate_up`
@@ -80,10 +81,10 @@ class Workspace(Protocol):
 class Attention:
     """A family's part of an attention sub-layer. The runtime does RoPE, the KV cache and attention itself.
 
-    `norm` normalises the stream. `qkv` computes queries, keys and values before RoPE, side by side, `[N, (H + 2 * H_kv)
-    * d]`. `add` projects the heads' outputs `[N, H * d]` and adds the result to the stream. `plain` are the linears, if
-    `qkv` and `add` consist of them alone and attention is Llama's; else None. `attention_spec` is the index into
-    `Parts.attention_specs`. `weights` replaces the softmax, see `Weights`.
+    `norm` normalises the residual stream. `qkv` computes queries, keys and values before RoPE, side by side,
+    `[N, (H + 2 * H_kv) * d]`. `add` projects the heads' outputs `[N, H * d]` and adds the result to the residual
+    stream. `plain` are the linears, if `qkv` and `add` consist of these linears alone and attention is Llama's; else
+    None. `attention_spec` is the index into `Parts.attention_specs`. `weights` replaces the softmax, see `Weights`.
     """
 
     norm: Norm
@@ -98,12 +99,12 @@ class Mlp(Protocol):
     """An MLP sub-layer."""
 
     def run(self, work: Workspace) -> None:
-        """Add the MLP's output to the stream."""
+        """Add the MLP's output to the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """The MLP down(act(gate(x)) * up(x)) of the normalised stream x; `act` may overwrite its input.
+    """The MLP down(act(gate(x)) * up(x)) of the normalised residual stream x; `act` may overwrite its input.
 
     `plain` are the linears if `act` is SiLU, else None.
     """
@@ -115,14 +116,14 @@ class GatedMlp:
     plain: Plain | None = None
 
     def run(self, work: Workspace) -> None:
-        """Add the MLP's output to the stream."""
+        """Add the MLP's output to the residual stream."""
         self.gate_up(self.norm(work.stream, work.stream_with_eps, work.normed), work.gate_up)
         self.down(work.stream, torch.mul(self.act(work.gate), work.up, out=work.activated))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A decoder layer on `device`: attention, then an MLP that reads the stream after attention has added to it."""
+    """A decoder layer on `device`: attention, then an MLP that reads the residual stream after attention."""
 
     attention: Attention
     mlp: Mlp
@@ -166,10 +167,10 @@ class Layer:
     """The modules of a decoder layer.
 
     `module` is the layer itself. `groups` are its linears in order of use, grouped by common input. `norms` are the
-    norms over the width of the residual stream, first those before sub-layers, then those after them. `attention_spec`
-    is the index into `Parts.attention_specs`. `names` are the layer's attribute names of its attention and MLP.
-    `rotary` computes the layer's cosines and sines. `mlp_returns_tuple`: whether its MLP returns a second, unused
-    output. `experts` replace an MLP's linears.
+    norms over the width of the residual stream: first all norms before sub-layers, then all norms after sub-layers.
+    `attention_spec` is the index into `Parts.attention_specs`. `names` are the attributes of `module` that hold its
+    attention and MLP. `rotary` computes the layer's RoPE cosines and sines. `mlp_returns_tuple`: whether the MLP
+    returns a second, unused output. `experts` take the place of an MLP's linears.
     """
 
     module: Any
@@ -182,7 +183,7 @@ class Layer:
     experts: ExpertWeights | None = None
 
     def groups_of(self, part: SubLayer) -> tuple[Group, ...]:
-        """Return the groups of one sub-layer: attention's end with the first group that writes to the stream."""
+        """Return a sub-layer's groups; attention's groups end with the first that writes to the residual stream."""
         own = 1 + next((i for i, group in enumerate(self.groups) if group.writes), len(self.groups) - 1)
         return self.groups[:own] if part == "attention" else self.groups[own:]
 
@@ -191,9 +192,10 @@ class Layer:
 class Parts:
     """A model's modules, and the numbers that families' configurations lack or name differently.
 
-    `norm` is the last norm, before `head`. `attention_specs` are the layers' distinct ones. `scaling` multiplies the
-    products of queries and keys. `eps` and `formula` are those of the stream's norms. `embedded` multiplies the
-    embedding's output. `logits` maps the head's output to logits, None if they are the same; it preserves -inf.
+    `norm` is the last norm, before `head`. `attention_specs` are the distinct specs of the layers. `scaling` multiplies
+    the products of queries and keys. `eps` and `formula` belong to the norms of the residual stream. `embedded`
+    multiplies the embedding's output. `logits` maps the head's output to logits and preserves -inf; None: the head's
+    output is the logits.
     """
 
     embedding: Any
@@ -223,19 +225,19 @@ class Parts:
 
 
 class Family(Protocol):
-    """The interface of a family of models with the same module tree; stateless, so one instance serves all of them."""
+    """The interface of a family of models with the same module tree; stateless, so one instance serves all models."""
 
     def parts(self, model: Any) -> Parts:
         """Return the model's modules. Raises `UnsupportedModelError` for a model without a head or without layers."""
 
     def block(self, layer: Layer, norms: Norms) -> Block:
-        """Return a layer's block; `norms` makes its norms of the stream and keeps them up to date."""
+        """Return a layer's block; `norms` makes its norms, and updates them after weight changes."""
 
     def embed(self, parts: Parts) -> Call:
-        """Return the map from token ids `[B, n]` to the stream `[B, n, D]` that enters the first layer."""
+        """Return the map from token ids `[B, n]` to the residual stream `[B, n, D]` that enters the first layer."""
 
     def head(self, parts: Parts) -> Call:
         """Return the map from normalised rows `[N, D]` to logits `[N, V]`."""
 
     def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
-        """Return a head that computes only the logits of `tokens`, others -inf; None if its weight cannot be read."""
+        """Return a head that computes only the logits of `tokens`, all others -inf; None if unsupported."""

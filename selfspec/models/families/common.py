@@ -15,7 +15,7 @@ from selfspec.models.norms import Norm
 
 
 def windows_of(config: Any, layers: int) -> list[int | None]:
-    """Return each layer's sliding window or None: of layers of type `sliding_attention`, or of all without types."""
+    """Return the sliding window of each layer; None for a layer whose type in the config is not `sliding_attention`."""
     window = getattr(config, "sliding_window", None)
     window = window if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
@@ -29,7 +29,7 @@ def no_rotation(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeated_halves(rotary: Rotary) -> Rotary:
-    """Return a `Rotary` that repeats cosines and sines of pairs for both halves of a head."""
+    """Return a `Rotary` that repeats the cosines and sines of `rotary` for both halves of a head."""
 
     def both(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = rotary(x, positions)
@@ -39,7 +39,7 @@ def repeated_halves(rotary: Rotary) -> Rotary:
 
 
 def interleaved_rotary(rotary: Rotary) -> Rotary:
-    """Return a `Rotary` that reorders cosines and sines of a head's two halves for adjacent pairs."""
+    """Return a `Rotary` that reorders cosines and sines, given for a head's two halves, for adjacent pairs."""
 
     def interleaved(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, -1) for t in rotary(x, positions))
@@ -49,7 +49,7 @@ def interleaved_rotary(rotary: Rotary) -> Rotary:
 
 
 def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
-    """Return `into` with each head of queries and keys normalised; `shape` is (H, H_kv, d)."""
+    """Return the linear `into` with each query and key head normalised; `shape` is (H, H_kv, d)."""
     heads, kv_heads, d = shape
 
     def qkv(x: Tensor, out: Tensor) -> None:
@@ -63,7 +63,7 @@ def normed_heads(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, 
 
 
 def normed_projections(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int, int, int]) -> Into:
-    """Return `into` with all heads of the queries normalised together, and all of the keys; `shape` is (H, H_kv, d)."""
+    """Return `into` with all query heads normalised as one vector, and all key heads; `shape` is (H, H_kv, d)."""
     heads, kv_heads, d = shape
 
     def qkv(x: Tensor, out: Tensor) -> None:
@@ -76,19 +76,19 @@ def normed_projections(into: Into, q_norm: Call, k_norm: Call, shape: tuple[int,
 
 
 def normed_onto(module: Any, norm: Call) -> Onto:
-    """Return a linear whose output is normalised before it is added to the stream."""
+    """Return a linear whose output is normalised before it is added to the residual stream."""
     call = linear(module)
     return lambda base, x: base.add_(norm(call(x)))
 
 
 def scaled_onto(module: Any, factor: float) -> Onto:
-    """Return a linear whose output is multiplied by `factor` before it is added to the stream."""
+    """Return a linear whose output is multiplied by `factor` before it is added to the residual stream."""
     call = linear(module)
     return lambda base, x: base.add_(call(x), alpha=factor)
 
 
 def identity_norm(x: Tensor, _x_with_eps: Tensor, _out: Tensor) -> Tensor:
-    """Return `x` itself: the `Norm` of a sub-layer without one before it."""
+    """Return `x` itself: the `Norm` of a sub-layer whose input is not normalised."""
     return x
 
 
@@ -124,7 +124,7 @@ def softmax(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlainMlp:
-    """The MLP down(act(up(x))) of the normalised stream x."""
+    """The MLP down(act(up(x))) of the normalised residual stream x."""
 
     norm: Norm
     up: Into
@@ -132,13 +132,13 @@ class PlainMlp:
     down: Onto
 
     def run(self, work: Workspace) -> None:
-        """Add the MLP's output to the stream."""
+        """Add the MLP's output to the residual stream."""
         self.up(self.norm(work.stream, work.stream_with_eps, work.normed), work.activated)
         self.down(work.stream, self.act(work.activated))
 
 
 class ParallelBlock(Block):
-    """A block whose sub-layers both read the layer's input, each through its own norm, which may be the same."""
+    """A block whose sub-layers both read the layer's input, each through its own norm or both through the same norm."""
 
     def running(self, *, attention: bool, mlp: bool) -> tuple[Attention | None, Mlp | None]:
         """Return the sub-layers to run; if both do, attention's norm leaves the MLP's input in `Workspace.normed`."""

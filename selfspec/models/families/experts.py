@@ -23,7 +23,7 @@ class Experts:
         self.norm, self._call = norm, on_rows(_first(module))
 
     def run(self, work: Workspace) -> None:
-        """Add the output of the chosen experts to the stream."""
+        """Add the output of the chosen experts to the residual stream."""
         work.stream.add_(self._call(self.norm(work.stream, work.stream_with_eps, work.normed)))
 
 
@@ -86,7 +86,7 @@ class QuantizedExperts:
     products: Sequence[tuple[Call, Call]]
 
     def run(self, work: Workspace) -> None:
-        """Add the output of the chosen experts to the stream."""
+        """Add the output of the chosen experts to the residual stream."""
         x = self.norm(work.stream, work.stream_with_eps, work.normed)
         _, weights, chosen = self.router(x)
         for number in chosen.unique().tolist():

@@ -31,19 +31,19 @@ class Gemma2(Llama):
         return super().parts(model)
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Return the layers' attention specs, with custom attention if scores are capped."""
+        """Return the layers' attention specs, with `custom_attention` if attention scores are soft-capped."""
         return [
             replace(attention_spec, custom_attention=bool(_cap(config)))
             for attention_spec in super().attention_specs(body, config)
         ]
 
     def logits(self, config: Any) -> Call | None:
-        """Return the soft cap of logits, or None."""
+        """Return the soft cap of logits; None if the config has no cap."""
         limit = config.final_logit_softcapping
         return None if limit is None else capped(limit)
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Return a layer's modules: first the norms before sub-layers, then those after them."""
+        """Return a layer's modules: first the norms before sub-layers, then the norms after sub-layers."""
         norms = (
             layer.input_layernorm,
             layer.pre_feedforward_layernorm,
@@ -71,7 +71,7 @@ class Gemma3(Gemma2):
     """The `Family` of text-only models with the module tree of `Gemma3ForCausalLM`."""
 
     def rotary(self, body: Any, index: int) -> Rotary:
-        """Return the rotary of a layer's type."""
+        """Return the `Rotary` for the layer type of layer `index`."""
         return partial(body.rotary_emb, layer_type=body.config.layer_types[index])
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:

@@ -23,7 +23,7 @@ class Glm4(Llama):
         return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Return a layer's modules: first the norms before sub-layers, then those after them."""
+        """Return a layer's modules: first the norms before sub-layers, then the norms after sub-layers."""
         norms = (
             layer.input_layernorm,
             layer.post_attention_layernorm,

@@ -21,7 +21,7 @@ class GptNeoX(Llama):
     """The `Family` of models with the module tree of `GPTNeoXForCausalLM`."""
 
     def parts(self, model: Any) -> Parts:
-        """Return the model's modules, which have names of their own."""
+        """Return the model's modules. Raises `UnsupportedModelError` for a model without a head or layers."""
         name = type(model).__name__
         if not hasattr(model, "lm_head"):
             raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
@@ -46,7 +46,7 @@ class GptNeoX(Llama):
         return Layer(layer, self.groups(layer.attention, layer.mlp), norms, attention_spec, ("attention", "mlp"))
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's four linears, each with an input of its own."""
+        """Return a layer's four linears, each in a separate group, as no two read the same input."""
         return (
             Group(attention, ("query_key_value",)),
             Group(attention, ("dense",), writes=True),
@@ -55,7 +55,7 @@ class GptNeoX(Llama):
         )
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Return a layer's attention, which reorders queries, keys and values side by side."""
+        """Return a layer's attention, which reorders the fused linear's output to queries, keys and values."""
         qkv, o = layer.groups[:2]
         norm = norms.read(layer.norms[0], device_of(layer.norms[0]))
         return Attention(norm, _apart(qkv.module, layer.module.attention.head_size), linear_onto(o.module))
@@ -71,7 +71,7 @@ class GptNeoX(Llama):
 
 
 def _apart(module: Any, d: int) -> Into:
-    """Return a fused linear whose output by head (query, key, value) is reordered to all queries, keys and values."""
+    """Return a fused linear whose output, (q, k, v) for each head, is reordered to queries, keys and values."""
     call = linear(module)
 
     def qkv(x: Tensor, out: Tensor) -> None:

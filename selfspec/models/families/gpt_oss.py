@@ -22,7 +22,7 @@ class GptOss(Mixtral):
     formula: ClassVar[Formula] = Formula(once=True)
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Return the layers' attention specs, with custom attention for the sinks."""
+        """Return the layers' attention specs, with `custom_attention` for the sinks."""
         rope = Rope(repeated_halves(body.rotary_emb))
         return [AttentionSpec(rope, window, custom_attention=True) for window in windows_of(config, len(body.layers))]
 

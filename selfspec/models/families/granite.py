@@ -13,7 +13,7 @@ from selfspec.models.norms import Norms
 
 
 class Granite(Llama):
-    """The `Family` of models with the module tree of `GraniteForCausalLM`. Attention's multiplier is its scaling."""
+    """The `Family` of models with the module tree of `GraniteForCausalLM`; `Parts.scaling` multiplies scores."""
 
     def parts(self, model: Any) -> Parts:
         """Return the model's modules, with the embedding's multiplier."""

@@ -29,7 +29,7 @@ class Llama:
     formula: ClassVar[Formula] = LLAMAS
 
     def parts(self, model: Any) -> Parts:
-        """Return the model's modules. Raises `UnsupportedModelError` without a language-model head or layers."""
+        """Return the model's modules. Raises `UnsupportedModelError` for a model without a head or layers."""
         name = type(model).__name__
         if not hasattr(model, "lm_head"):
             raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
@@ -56,17 +56,17 @@ class Llama:
         )
 
     def rotary(self, body: Any, index: int) -> Rotary:
-        """Return the rotary that computes a layer's cosines and sines."""
+        """Return the `Rotary` of layer `index` of `body`, the model without its head."""
         rotary: Rotary = body.rotary_emb
         return rotary
 
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
-        """Return the attention spec of each layer."""
+        """Return the attention spec of each layer of `body`, the model without its head."""
         rope = Rope(body.rotary_emb)
         return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
 
     def logits(self, config: Any) -> Call | None:
-        """Return the map from the head's output to logits; None: they are the same."""
+        """Return the map from the head's output to logits; None if the head's output is the logits."""
         return None
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
@@ -120,13 +120,13 @@ class Llama:
         return _then(linear(parts.head.module), parts.logits)
 
     def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
-        """Return a head over `tokens` only; None if its weight cannot be read."""
+        """Return a head that computes only the logits of `tokens`; None if the head's weight cannot be read."""
         call = linear_over(parts.head.module, tokens)
         return None if call is None else _then(call, parts.logits)
 
 
 def activation(module: Any) -> tuple[Call, bool]:
-    """Return an activation, and whether it is SiLU, which is then computed in place."""
+    """Return an activation function, and whether it is SiLU; SiLU is computed in place."""
     silu = type(module) in (nn.SiLU, SiLUActivation) and is_plain(module)
     return (partial(F.silu, inplace=True) if silu else module), silu
 

@@ -24,7 +24,7 @@ class Mixtral(Llama):
         return replace(super().layer(layer, attention_spec), experts=expert_parts)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's linears; experts are not among them, as they are called as one module."""
+        """Return a layer's linears without its experts, which run as the model's own module."""
         groups = super().groups(attention, mlp)
         return groups[:2] if hasattr(mlp, "experts") else groups
 

@@ -25,7 +25,7 @@ class Phi3(Llama):
         )
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Return a layer's attention, without `plain` for partial RoPE, as native passes rotate whole heads only."""
+        """Return a layer's attention, without `plain` if RoPE is partial: native passes rotate whole heads only."""
         attention = super().attention(layer, norms)
         share = layer.module.self_attn.config.rope_parameters.get("partial_rotary_factor", 1.0)
         return attention if share == 1.0 else replace(attention, plain=None)

@@ -25,7 +25,7 @@ class StableLm(Llama):
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Return a layer's attention; if `qk_layernorm`, each query and key head has a norm of its own."""
+        """Return a layer's attention; with `qk_layernorm`, each query and key head has its own norm."""
         attention, module = replace(super().attention(layer, norms), plain=None), layer.module.self_attn
         if not module.qk_layernorm:
             return attention

@@ -16,7 +16,7 @@ class Starcoder2(Llama):
     """The `Family` of models with the module tree of `Starcoder2ForCausalLM`."""
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's linears, of which the MLP has two."""
+        """Return a layer's linears; the MLP has two, up and down."""
         return (*super().groups(attention, mlp)[:2], Group(mlp, ("c_fc",)), Group(mlp, ("c_proj",), writes=True))
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:

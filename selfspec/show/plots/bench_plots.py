@@ -1,4 +1,4 @@
-"""Plots of a benchmark: the methods' speedups, the sources of tokens, and acceptance by draft position."""
+"""Plots of a benchmark: speedups of methods, sources of tokens, and acceptance by draft position."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
 
 
 def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the speedup over plain decoding with its interval: a group of bars per method, one bar per temperature.
+    """Plot speedups over plain decoding with 95% intervals: a group of bars per method, with a bar per temperature.
 
-    Raises `SelfspecError` if only plain decoding was measured.
+    `frame`: as returned by `tables.bench_frame`. `width`: in inches. Raises `SelfspecError` if only plain decoding was
+    measured.
     """
     others = frame[(frame["method"] != PLAIN) & frame["speedup"].notna()]
     methods, temperatures = list(dict.fromkeys(others["method"])), sorted(set(others["temperature"]))
@@ -58,13 +59,14 @@ def bench_bars(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def tokens_by_source(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the sources of each task's tokens as stacked bars: a panel for each method and temperature.
+    """Plot the share of each task's tokens by source as stacked bars, in a panel for each method and temperature.
 
-    The rest up to 100% is the model's own. Raises `SelfspecError` if no source is known.
+    Tokens without a source, which make up the remainder to 100%, come from the model itself. `frame`: as returned by
+    `tables.source_frame`. `width`: in inches. Raises `SelfspecError` if the frame is empty.
     """
     if frame.empty:
         raise SelfspecError(
-            "the benchmark does not tell where tokens came from: nothing was drafted, or it is an old one"
+            "the benchmark does not tell where tokens came from: nothing was drafted, or its file is too old"
         )
     tasks, sources = (list(dict.fromkeys(frame[column])) for column in ("task", "source"))
     groups = list(frame.groupby(["method", "temperature"], sort=False))
@@ -92,18 +94,19 @@ def tokens_by_source(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
             axes.invert_yaxis()
             axes.set_xlim(0, 1)
             axes.xaxis.set_major_formatter(PercentFormatter(1))
-        panels[-1].set_xlabel("tokens that a source came up with; the others are the model's own")
+        panels[-1].set_xlabel("share of tokens by the source that proposed them; the others are the model's own")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, fontsize=8.5)
     return figure
 
 
 def acceptance_by_position(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the share of drafted tokens that were accepted, by their position in the draft; a line for each method.
+    """Plot the share of drafted tokens that were accepted by draft position, with a line per method and temperature.
 
-    A single line is annotated with the number of drafts, if known. Raises `SelfspecError` if nothing was drafted.
+    `frame`: as returned by `tables.position_frame`. `width`: in inches. A single line is annotated with the number of
+    drafts at each position, if known. Raises `SelfspecError` if nothing was drafted.
     """
     if frame.empty:
-        raise SelfspecError("nothing was drafted, so that there is no acceptance to draw")
+        raise SelfspecError("nothing was drafted, so there is no acceptance to plot")
     groups = list(frame.groupby(["method", "temperature"], sort=False))
     with styled():
         figure, (axes,) = subplots(width=width)

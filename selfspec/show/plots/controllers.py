@@ -1,4 +1,4 @@
-"""Plots of drafting: thresholds, draft lengths, acceptance, and controllers compared."""
+"""Plots that compare controllers: thresholds, draft lengths, acceptance, and speedups."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from selfspec.show.plots.style import BLACK, BLUE, GREY, MARKS, ORANGE, SERIES, reference, series, styled, subplots
 from selfspec.types.acceptance import AcceptanceCurve
 
-FEWEST = 8  # fewest tokens at a draft position that is plotted
+FEWEST = 8  # draft positions with fewer tokens are not plotted
 
 
 def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
-    """Plot the threshold round by round, and the accepted share of each draft, for several controllers by name.
+    """Plot the confidence threshold and the accepted share of drafts, round by round, with a line per controller.
 
-    Each frame is as returned by `selfspec.search.analysis.drafted.rounds_frame`.
+    `runs`: for each controller's name, a frame as returned by `selfspec.search.analysis.drafted.rounds_frame`.
     """
     with styled():
         figure, (above, below) = subplots(2, 1, height=2.3, sharex=True)
@@ -42,7 +42,7 @@ def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
-    """Plot the distribution of draft lengths over rounds, for several controllers by name."""
+    """Plot the distribution of draft lengths over rounds, in a panel per controller; `runs`: as in `trajectories`."""
     with styled():
         figure, axes = subplots(1, len(runs), height=2.7, sharey=True)
         longest = max(int(rounds["drafted"].max()) for rounds in runs.values())
@@ -59,11 +59,14 @@ def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def best_lengths(frame: pd.DataFrame) -> Figure:
-    """Plot the best fixed draft length, and its speedup, against acceptance: by theory, and on traces."""
+    """Plot the best fixed draft length, and its speedup, against the acceptance rate, by theory and on traces.
+
+    `frame`: as returned by `selfspec.search.analysis.drafted.best_lengths`.
+    """
     theory, traces = (frame[frame["source"] == source] for source in ("theory", "trace"))
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2)
-        left.step(theory["acceptance"], theory["k"], where="mid", color=BLUE, label="theory: every token alike")
+        left.step(theory["acceptance"], theory["k"], where="mid", color=BLUE, label="theory: i.i.d. acceptance")
         left.plot(traces["acceptance"], traces["k"], "s", color=ORANGE, mec="black", mew=0.5, label="traces")
         left.set(ylabel="best number of drafted tokens, K")
         left.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -80,15 +83,16 @@ def best_lengths(frame: pd.DataFrame) -> Figure:
 
 
 def acceptance(by_place: pd.DataFrame, by_confidence: pd.DataFrame, curve: AcceptanceCurve | None = None) -> Figure:
-    """Plot acceptance by draft position, and by the draft's confidence: a calibration curve, with 95% intervals.
+    """Plot acceptance by draft position and by the draft's confidence, with 95% intervals.
 
-    The frames are as returned by `selfspec.search.analysis.drafted.acceptance_by`; `curve`: a profile's own.
+    The frames are as returned by `selfspec.search.analysis.drafted.acceptance_by`. `curve`: the acceptance curve of a
+    profile, plotted for comparison (None: not plotted).
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2, sharey=True)
         by_place = by_place[by_place["tokens"] >= FEWEST]
         _with_intervals(left, by_place, "place")
-        left.set(xlabel="place in the draft", ylabel="accepted, if all before were")
+        left.set(xlabel="position in the draft", ylabel="accepted, if all before were")
         left.xaxis.set_major_locator(MaxNLocator(integer=True))
         for row in by_place.itertuples():
             left.annotate(
@@ -101,7 +105,7 @@ def acceptance(by_place: pd.DataFrame, by_confidence: pd.DataFrame, curve: Accep
         right.set(xlabel="the draft's probability of its token", xlim=(0, 1), ylim=(0, 1.02))
         right.legend(loc="upper left", fontsize=8.5)
         left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        left.set_title("by place (number of tokens below)")
+        left.set_title("by position (number of tokens below)")
         right.set_title("by confidence")
         return figure
 
@@ -112,15 +116,16 @@ def _with_intervals(ax: Axes, frame: pd.DataFrame, x: str) -> None:
 
 
 def controllers(frame: pd.DataFrame) -> Figure:
-    """Plot controllers on one trace, with chains and with the largest number of candidates; the bounds are lines.
+    """Plot the predicted speedups of controllers, with one and with the largest number of candidates per position.
 
-    `frame`: as returned by `selfspec.search.analysis.drafted.compare_controllers`.
+    Dotted lines show the bounds, the speedups of perfect stopping. `frame`: as returned by
+    `selfspec.search.analysis.drafted.compare_controllers`.
     """
     kinds = list(dict.fromkeys(frame["controller"]))
     most = int(frame["candidates"].max())
     with styled():
         figure, (ax,) = subplots(1, 1, height=3.2, width=5.6)
-        for number, (candidates, label) in enumerate({1: "chains", most: f"up to {most} candidates a place"}.items()):
+        for number, (candidates, label) in enumerate({1: "chains", most: f"up to {most} candidates each"}.items()):
             own = frame[frame["candidates"] == candidates].set_index("controller").loc[kinds]
             colour = (BLUE, ORANGE)[number]
             x = np.arange(len(kinds)) + (number - 0.5) * 0.2
@@ -141,7 +146,10 @@ def controllers(frame: pd.DataFrame) -> Figure:
 
 
 def candidates(frame: pd.DataFrame) -> Figure:
-    """Plot speedup and tokens per pass against the number of candidates per draft position, for each controller."""
+    """Plot speedup and tokens per pass against the number of candidates per draft position, a line per controller.
+
+    `frame`: as returned by `selfspec.search.analysis.drafted.compare_controllers`.
+    """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2)
         reference(left, 1, "plain decoding")
@@ -154,7 +162,7 @@ def candidates(frame: pd.DataFrame) -> Figure:
         left.set(ylabel="predicted speedup over plain")
         right.set(ylabel="tokens a pass")
         for ax in (left, right):
-            ax.set_xlabel("candidates for each place, at most")
+            ax.set_xlabel("candidates per position, at most")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc="outside lower center", ncols=5, fontsize=8.5)
         return figure

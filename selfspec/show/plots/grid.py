@@ -1,4 +1,4 @@
-"""Grids of layers: a row for each part of a layer, a column for each layer, wrapped into blocks of the page's width."""
+"""Plots of values per sub-layer as a grid with a column per layer, wrapped into blocks of the page's width."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from selfspec.show.plots.style import WIDTH, subplots
 
 NAMES = {"attention": "attention", "mlp": "MLP", "layer": "layer"}
-_BLOCK, _BLOCKS = 40, 8  # layers per block, and the most blocks; more layers widen the blocks
+_BLOCK, _BLOCKS = 40, 8  # layers per block, and the most blocks; models with more layers have wider blocks
 _LABELS, _RULER = 0.95, 0.32  # inches to the left of and below a block
 
 
 class Grid:
-    """The axes of a grid, on which `cells` draws `[parts, layers]` values."""
+    """The axes of a grid with a row per part (`attention`, `mlp`, `layer`) and a column per layer."""
 
     def __init__(self, parts: Sequence[str], layers: int, *, width: float = WIDTH, colorbar_width: float = 0.1) -> None:
-        """Create the axes. `colorbar_width`: inches on the right reserved for a colour bar."""
+        """Create the axes. `width`: in inches. `colorbar_width`: inches on the right reserved for a colour bar."""
         self._parts, self._layers = parts, layers
         self._across = min(layers, max(_BLOCK, -(-layers // _BLOCKS)))
         blocks = -(-layers // self._across)
@@ -34,12 +34,15 @@ class Grid:
         self.axes[-1].set_xlabel("layer")
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the first layer of each block, and the one after its last."""
+        """Yield the layers of each block as (first, end), with end exclusive."""
         for first in range(0, self._layers, self._across):
             yield first, min(first + self._across, self._layers)
 
     def cells(self, values: NDArray[Any], **how: Any) -> list[Any]:
-        """Draw a mesh for each block; `how`: keyword arguments of `pcolormesh`."""
+        """Draw `values` `[parts, layers]` as coloured cells, and return a mesh for each block.
+
+        `how`: keyword arguments of `pcolormesh`.
+        """
         edges = {"edgecolors": "#BBBBBB", "linewidth": 0.6 if self.cell > 0.06 else 0.0}
         rows = np.arange(len(self._parts) + 1) - 0.5
         return [

@@ -17,16 +17,17 @@ from selfspec.show.plots.grid import Grid
 from selfspec.show.plots.style import BLUE, DASHES, MARKS, SERIES, SKY, WIDTH, styled, subplots
 from selfspec.types.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
 
-COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # ever lighter in print
+COLOURS: dict[Mode, str] = {"full": BLUE, "int8": SKY, "int4": "#F0E442", "skip": "#FFFFFF"}  # also lighter in print
 _MODE_LABELS: dict[Mode, str] = {"full": "in full", "int8": "8: int8", "int4": "4: int4", "skip": "skipped"}
 _FURTHER = 4  # candidates whose acceptance is plotted
-_LEGIBLE = 0.09  # smallest cell in inches with a sign
+_LEGIBLE = 0.09  # width in inches of the smallest cell that is marked with a digit
 
 
 def skip_map(profile: Profile, *, width: float = WIDTH) -> Figure:
-    """Plot a grid of layers: attention above, MLP below; the fewer bytes a draft step reads, the lighter the cell.
+    """Plot how each sub-layer runs while drafting, as a grid of layers with attention above and MLP below.
 
-    Sub-layers in int8 or int4 are marked with a digit if it fits.
+    The fewer bytes a draft step reads of a sub-layer, the lighter is its cell. Sub-layers in int8 or int4 are marked
+    with a digit if it fits. `width`: in inches.
     """
     layers, path = profile.model.layers, profile.path
     modes = np.array([MODES.index(mode) for mode in path.modes(layers)]).reshape(2, layers)
@@ -49,7 +50,7 @@ def _signs(grid: Grid, modes: NDArray[Any]) -> None:
 
 
 def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
-    """Return the legend; a path that only skips sub-layers always lists both colours."""
+    """Return the legend's patches: the modes in `used`; for a path without quantised modes, always both colours."""
     words: dict[Mode, str] = {"full": "runs", "skip": "skipped while drafting"}
     head: dict[Mode, str] = {}
     if path.low_precision:
@@ -60,18 +61,19 @@ def _legend(path: DraftPath, used: set[Mode]) -> list[Patch]:
 
 
 def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figure:
-    """Plot the profile's acceptance curves: of a drafted token, of the one after it, and of its other candidates.
+    """Plot the profile's acceptance curve: how often drafted tokens are accepted, by the draft's confidence.
 
-    Raises `SelfspecError` if the profile has none.
+    Further lines show the next drafted token, and the other candidates for the position. `width`: in inches. Raises
+    `SelfspecError` if the profile has no acceptance curve.
     """
     curve = profile.acceptance
     if curve is None:
         raise SelfspecError(
-            "the profile holds no acceptance curve; one that selfspec search found with candidates does"
+            "the profile holds no acceptance curve; expected a profile of selfspec search with candidates"
         )
-    lines = {"the drafted token is right": curve.accepted, "then the next one is right, too": curve.following}
+    lines = {"the drafted token is right": curve.accepted, "the next token is right, too": curve.following}
     for rank, chances in enumerate(curve.candidates[:_FURTHER], 2):
-        lines[f"candidate {rank} is right in its stead"] = chances
+        lines[f"candidate {rank} is right instead"] = chances
     with styled():
         figure, (axes,) = subplots(width=width)
         for (label, chances), colour, mark, dash in zip(lines.items(), SERIES, MARKS, DASHES, strict=False):
@@ -79,7 +81,7 @@ def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figur
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.03)
         axes.set_xlabel("confidence: the draft's probability of the token that it drafts")
-        axes.set_ylabel("share of drafted places")
+        axes.set_ylabel("share of drafted positions")
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8.5)
     return figure

@@ -1,4 +1,4 @@
-"""Plots of searches and their basis: progress by strategy, and predictions and costs against measurements."""
+"""Plots on searches: progress by strategy, importance of sub-layers, and predictions against measurements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from selfspec.show.plots.style import BLUE, GREY, MARKS, ORANGE, reference, seri
 
 
 def races(frame: pd.DataFrame) -> Figure:
-    """Plot the best predicted speedup so far against seconds and against trials, for each strategy.
+    """Plot the best predicted speedup so far against seconds and against trials, with a line per strategy and seed.
 
-    `frame`: as returned by `selfspec.search.analysis.contests.race`; a line for each seed.
+    `frame`: as returned by `selfspec.search.analysis.contests.race`.
     """
     with styled():
         figure, axes = subplots(1, 2, height=3.7, sharey=True)
@@ -29,7 +29,7 @@ def races(frame: pd.DataFrame) -> Figure:
         axes[1].set(xlabel="trials")
         axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
         low, high = frame["best"][frame["best"] > 0].quantile(0.05), frame["best"].max()
-        axes[0].set_ylim(low - 0.02, high + 0.01)  # leaves out the first trials, which every search soon improves on
+        axes[0].set_ylim(low - 0.02, high + 0.01)  # leaves out the first trials, far below the later trials
         if low <= 1 <= high:
             for ax in axes:
                 reference(ax, 1, "plain decoding")
@@ -38,9 +38,10 @@ def races(frame: pd.DataFrame) -> Figure:
 
 
 def importances(frame: pd.DataFrame) -> Figure:
-    """Plot how much each sub-layer explains of the trials' speedups; `+` where skipping it correlates with more.
+    """Plot which share of the variance of the trials' speedups each sub-layer explains, as a grid of layers.
 
-    `frame`: as returned by `selfspec.search.analysis.contests.importance`.
+    A sign shows whether skipping the sub-layer correlates with a higher (`+`) or lower speedup. `frame`: as
+    returned by `selfspec.search.analysis.contests.importance`.
     """
     layers = int(frame["layer"].max()) + 1
     parts = ["attention", "mlp"]
@@ -57,12 +58,12 @@ def importances(frame: pd.DataFrame) -> Figure:
                 axes.text(row.layer, parts.index(row.part), sign, ha="center", va="center", color=colour, fontsize=8)
         bar = grid.figure.colorbar(shown[0], ax=grid.axes, aspect=8, pad=0.02, format=PercentFormatter(1, decimals=0))
         bar.outline.set_visible(False)
-        grid.axes[0].set_title("share of the speedups' variance that skipping it explains", fontsize=9.5)
+        grid.axes[0].set_title("share of the speedups' variance explained by skipping the sub-layer", fontsize=9.5)
     return grid.figure
 
 
 def predicted_against_measured(frame: pd.DataFrame) -> Figure:
-    """Plot each skip set's predicted speedup against the measured one, with 95% intervals, by temperature.
+    """Plot measured against predicted speedups, with 95% intervals, a point for each skip set and temperature.
 
     `frame`: as returned by `selfspec.search.analysis.contests.predictions`.
     """
@@ -91,9 +92,10 @@ def predicted_against_measured(frame: pd.DataFrame) -> Figure:
 
 
 def costs(fit: pd.DataFrame, verification: pd.DataFrame) -> Figure:
-    """Plot the cost model's draft steps against timed ones, and the cost of a pass by the number of tokens.
+    """Plot timed against predicted costs of draft steps, and the cost of a verification pass by its number of tokens.
 
-    The frames are as returned by `cost_fit` and `verification_costs` of `selfspec.search.analysis.contests`.
+    `fit` and `verification`: as returned by `cost_fit` and `verification_costs` of
+    `selfspec.search.analysis.contests`.
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.3)
@@ -101,10 +103,10 @@ def costs(fit: pd.DataFrame, verification: pd.DataFrame) -> Figure:
         left.plot([0.9 * low, 1.1 * high], [0.9 * low, 1.1 * high], color=GREY, lw=1, ls=(0, (4, 3)))
         left.plot(fit["predicted"], fit["timed"], "o", color=BLUE)
         left.set(xlabel="by the cost model", ylabel="timed")
-        left.set_title("draft steps of fresh paths, in plain steps")
+        left.set_title("draft steps of paths left out of the fit, in plain steps")
         right.plot(verification["rows"], verification["share"], "o-", color=BLUE)
-        reference(right, 1, "one row")
-        right.set(xlabel="rows of a verification", ylabel="cost, in passes over one row")
+        reference(right, 1, "one token")
+        right.set(xlabel="tokens of a verification pass", ylabel="cost, in passes over one token")
         right.set_ylim(bottom=0)
         right.xaxis.set_major_locator(MaxNLocator(integer=True))
         return figure

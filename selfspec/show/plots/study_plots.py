@@ -1,6 +1,6 @@
-"""Plots of a study: the scores of its trials, and the effect of each sub-layer alone.
+"""Plots of a search's study: the scores of its trials, and the effect of skipping each sub-layer alone.
 
-The frames are those of `selfspec.search.trial_tables`.
+The frames are as returned by the functions of `selfspec.search.trial_tables`; widths are in inches.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from selfspec.show.plots.grid import Grid
 from selfspec.show.plots.style import BLUE, DIVERGING, GREY, ORANGE, WIDTH, reference, styled, subplots
 
 PLAIN = "plain\ndecoding"
-_WRITTEN = 0.3  # smallest cell in inches with a written value
+_WRITTEN = 0.3  # width in inches of the smallest cell in which the value is written
 
 
 def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot a heat map of `gain`: the change in drafting speed with one sub-layer alone skipped; grey if unknown."""
+    """Plot a heat map of the `gain` in speedup from skipping one sub-layer or layer alone; grey if unknown."""
     layers = int(frame["layer"].max()) + 1
     parts = [part for part in ("layer", "attention", "mlp") if part in set(frame["part"])]
     gains = np.full((len(parts), layers), np.nan)
@@ -34,7 +34,7 @@ def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
         for axes in grid.axes:
             axes.set_facecolor("#DDDDDD")
         bar = grid.figure.colorbar(shown[0], ax=grid.axes, aspect=8, pad=0.02, format=FuncFormatter(_percent))
-        grid.axes[0].set_title("speed of drafts with one part alone skipped, against none", fontsize=9.5)
+        grid.axes[0].set_title("gain in speedup with one part alone skipped, against none", fontsize=9.5)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=8)
         for axes, (first, last) in zip(grid.axes, grid.blocks(), strict=True):
@@ -53,15 +53,15 @@ def _write(axes: Axes, gains: np.ndarray, first: int, last: int, limit: float, *
 
 
 def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot acceptance against draft cost: the trials, the Pareto front as a line, and the fastest trial."""
+    """Plot acceptance against draft cost: the trials, the Pareto front as a line, and the trial of highest speed."""
     known = frame[frame["draft_cost"].notna()]
     front = known[known["on_front"]].sort_values("draft_cost")
     with styled():
         figure, (axes,) = subplots(width=width)
         _trials(axes, known, "draft_cost", "acceptance_rate")
-        axes.plot(front["draft_cost"], front["acceptance_rate"], color=BLUE, marker="o", label="beaten by none")
+        axes.plot(front["draft_cost"], front["acceptance_rate"], color=BLUE, marker="o", label="Pareto front")
         _fastest(axes, known, "draft_cost", "acceptance_rate")
-        axes.set_xlabel("draft cost: a draft step, in plain decoding steps")
+        axes.set_xlabel("draft cost: a draft step, in plain decode steps")
         axes.set_ylabel("drafted tokens accepted")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
         _legend(axes)
@@ -69,13 +69,13 @@ def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the trials' predicted speedup against their number of skipped sub-layers; a line joins the best."""
+    """Plot the predicted speedup of trials against the number of skipped sub-layers; a line joins the best trials."""
     completed = frame[~frame["pruned"]]
     best = completed.loc[completed.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
     with styled():
         figure, (axes,) = subplots(width=width)
         _trials(axes, frame, "skipped", "speedup")
-        axes.plot(best["skipped"], best["speedup"], color=BLUE, marker="o", label="best of its number")
+        axes.plot(best["skipped"], best["speedup"], color=BLUE, marker="o", label="best by number skipped")
         _fastest(axes, frame, "skipped", "speedup")
         axes.set_xlabel("sub-layers skipped while drafting")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -85,14 +85,14 @@ def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Fig
 
 
 def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the best predicted speedup so far, and all trials, against the seconds of scoring."""
+    """Plot the best predicted speedup so far, and all trials, against the seconds spent on scoring trials."""
     with styled():
         figure, (axes,) = subplots(width=width)
         _trials(axes, frame, "seconds", "speedup")
         best = frame[frame["best"].notna()]
         axes.step(best["seconds"], best["best"], where="post", color=BLUE, label="best so far")
         _fastest(axes, frame, "seconds", "speedup")
-        axes.set_xlabel("seconds of scoring, all workers' added up")
+        axes.set_xlabel("seconds of scoring, summed over workers")
         axes.set_xlim(left=0)
         _speedup(axes)
         _legend(axes)
@@ -100,7 +100,7 @@ def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def _trials(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:
-    for pruned, mark, label in ((False, "o", "trial"), (True, "x", "pruned: of a share of the texts")):
+    for pruned, mark, label in ((False, "o", "trial"), (True, "x", "pruned: on a part of the texts")):
         group = frame[frame["pruned"] == pruned]
         if len(group):
             face, edge = (GREY, None) if pruned else ("white", GREY)

@@ -1,4 +1,4 @@
-"""The common style of all plots: colour-blind-safe colours, markers that differ in print, no clutter."""
+"""The common style of all plots: colour-blind-safe colours, and markers that differ in greyscale print."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _RC = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in this project's style; the global settings are restored afterwards."""
+    """Apply the project's matplotlib style within the context; the global settings are restored afterwards."""
     with mpl.rc_context(_RC):
         yield
 
@@ -65,9 +65,10 @@ def styled() -> Iterator[None]:
 def subplots(
     rows: int = 1, columns: int = 1, *, height: float = 3.4, width: float = WIDTH, **how: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, row by row; `height` of each row and `width` of the figure in inches.
+    """Return a new figure and its axes, row by row.
 
-    The figure belongs to no window, so that it need not be closed. `how`: keyword arguments of `Figure.subplots`.
+    `height`: the height of each row in inches. `width`: the width of the figure in inches. `how`: keyword arguments of
+    `Figure.subplots`. The figure is not registered with pyplot and need not be closed.
     """
     figure = Figure(figsize=(width, height * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, **how)
@@ -92,20 +93,20 @@ def _drawn(figure: Figure, form: str) -> bytes:
 
 
 def check_format(path: Path) -> None:
-    """Raise `SelfspecError` if the file name has no format that `save` supports."""
+    """Raise `SelfspecError` unless the file name ends with .png, .svg or .pdf."""
     if path.suffix[1:].lower() not in FORMATS:
         raise SelfspecError(f"{path}: expected a name that ends with .{', .'.join(FORMATS[:-1])} or .{FORMATS[-1]}")
 
 
 def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
-    """Return a figure as an `<svg>` element for a page; `label` is its text alternative.
+    """Return a figure as an `<svg>` element for an HTML page.
 
-    `name`, of letters and digits, keeps its element ids distinct from those of the page's other figures.
+    `label`: the text alternative. `name`: a prefix of letters and digits that makes element ids unique within the page.
     """
     text = _drawn(figure, "svg").decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
-    text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # it would apply to the whole page
+    text = re.sub(r"\s*<style.*?</style>", "", text, count=1, flags=re.DOTALL)  # would apply to the whole page
     if name:
         text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
     aria = f' role="img" aria-label="{escape(label)}"' if label else ""
@@ -113,13 +114,13 @@ def svg(figure: Figure, *, name: str = "", label: str = "") -> str:
 
 
 def series(number: int, *, marked: bool = False) -> dict[str, Any]:
-    """Return the colour and dashes of a plot's `number`-th line, with `marked` also its marker."""
+    """Return the colour, the dashes and, if `marked`, the marker of line `number` (from 0), as keyword arguments."""
     how = {"color": SERIES[number % len(SERIES)], "ls": DASHES[number % len(DASHES)]}
     return {**how, "marker": MARKS[number % len(MARKS)]} if marked else how
 
 
 def reference(axes: Axes, value: float, label: str) -> None:
-    """Draw a reference line, such as plain decoding's speed, labelled on the right of the axes."""
+    """Draw a horizontal reference line at `value`, such as the speed of plain decoding, labelled on the right."""
     axes.axhline(value, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
     axes.annotate(
         label,

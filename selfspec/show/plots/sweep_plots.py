@@ -1,4 +1,7 @@
-"""Plots of the speedup against the number of skipped sub-layers."""
+"""Plots of the speedup against the number of skipped sub-layers, for several families of skip sets.
+
+A family is a rule that yields skip sets of growing size, such as random sets.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 
 from selfspec.show.plots.style import BLACK, GREY, MARKS, SERIES, reference, series, styled, subplots
 
-SCATTERED = ("random sets",)  # families whose points are not joined
-SINGLE = ("chosen profile",)  # drawn last, and large
+SCATTERED = ("random sets",)  # families whose points are not joined by a line
+SINGLE = ("chosen profile",)  # families drawn as large stars above all lines
 
 
 def speedup_curves(
@@ -22,11 +25,11 @@ def speedup_curves(
     by: str = "temperature",
     title: str = "temperature {}",
 ) -> Figure:
-    """Plot predicted speedup over plain decoding by the number of skipped sub-layers; axes for each value of `by`.
+    """Plot the speedup over plain decoding by the number of skipped sub-layers, in a panel for each value of `by`.
 
-    `rows`: as returned by `search.analysis.sweep.sweep`. Columns `measured`, `low` and `high`, if present, are drawn as
-    open markers with 95% intervals, and `bound` as a line. `families`: the families to draw, in order; all by default.
-    `title` is formatted with the value of `by`.
+    `rows`: as returned by `search.analysis.sweep.sweep`. The columns `measured`, `low` and `high`, if present, are
+    drawn as open markers with 95% intervals, and the column `bound` as a line. `families`: the families to draw, in
+    order (None: all). `title`: the title of a panel, a format string for the value of `by`.
     """
     values, known = list(dict.fromkeys(rows[by])), list(dict.fromkeys(rows["family"]))
     numbers = {family: known.index(family) for family in families or known if family in known}
@@ -44,7 +47,7 @@ def speedup_curves(
 
 
 def _curves(ax: Axes, rows: pd.DataFrame, numbers: Mapping[str, int]) -> None:
-    """Draw the families' curves; `numbers`: each family's own number, so that its style is the same in all plots."""
+    """Draw the curves of the families in `numbers`, which maps a family to the number that selects its style."""
     ax.axhline(1, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
     bounded = rows.dropna(subset=["bound"]) if "bound" in rows else rows[:0]
     if len(curve := bounded[~bounded["family"].isin([*SCATTERED, *SINGLE])].sort_values("skipped")):

@@ -11,7 +11,10 @@ from selfspec.show.plots.style import WIDTH, series, styled, subplots
 
 
 def learning_curves(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot held-out tokens per pass by minutes of fitting, a line for each kind; `frame`: from `learning_frame`."""
+    """Plot tokens per target pass on held-out texts by minutes of fitting, with a line per kind of trained part.
+
+    `frame`: as returned by `trainings.learning_frame`. `width`: in inches.
+    """
     with styled():
         figure, axes = _by_kind(frame, "minutes", "tokens_per_pass", width)
         axes.set(xlabel="minutes of fitting", ylabel="held-out tokens a pass,\ngreedy drafts")
@@ -20,10 +23,13 @@ def learning_curves(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the share of drafts right up to each position, a line for each kind; `frame`: from `place_frame`."""
+    """Plot the share of drafts that match the text up to each draft position, with a line per kind of trained part.
+
+    `frame`: as returned by `trainings.place_frame`. `width`: in inches.
+    """
     with styled():
         figure, axes = _by_kind(frame, "place", "acceptance", width)
-        axes.set(xlabel="place in the draft", ylabel="right up to there")
+        axes.set(xlabel="position in the draft", ylabel="drafts right up to there")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_ylim(bottom=0)
@@ -31,7 +37,7 @@ def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def _by_kind(frame: pd.DataFrame, x: str, y: str, width: float) -> tuple[Figure, Axes]:
-    """Plot column `y` over `x`, a line for each kind."""
+    """Plot column `y` against column `x`, with a line per kind of trained part."""
     figure, (axes,) = subplots(width=width, height=3.2)
     for number, (kind, group) in enumerate(frame.groupby("kind", sort=False)):
         axes.plot(group[x], group[y], label=kind, **series(number))

@@ -93,7 +93,7 @@ class TestSweep:
         assert list(found[found["family"] == sweep.GREEDY]["skipped"]) == [2, 4]
 
     def test_no_prompts(self, whole):
-        with pytest.raises(SelfspecError, match="no prompts"):
+        with pytest.raises(SelfspecError, match="prompts: none; expected at least one"):
             Workbench(whole, [])
 
 

@@ -109,11 +109,11 @@ class TestPiped:
     def test_stats(self, say):
         """How much of the context is taken, and how little was read; before anything was said, that."""
         _, _, err = say(["/stats", *TEXTS, "/stats"])
-        assert err.startswith("nothing has been said yet\n")
+        assert err.startswith("no answers yet\n")
         assert re.search(r"\n3 answers: 27 tokens in \d+\.\d\d s \(.* a second\), 27 rounds, 0 drafted", err)
         found = re.search(
-            r"\nthe last answer read (\d+) of its prompt's (\d+) tokens, the cache held the others; (\d+) of 1024 "
-            r"positions are taken\n",
+            r"\nthe last answer prefilled (\d+) of its prompt's (\d+) tokens, the KV cache held the others; "
+            r"(\d+) of 1024 positions are taken\n",
             err,
         )
         read, prompt, taken = map(int, found.groups())
@@ -162,12 +162,12 @@ class TestPiped:
         [
             (
                 "/what now",
-                "error: there is no command /what; known: /reset, /stats, /save, /help, /exit; a message that",
+                "error: there is no command /what; known: /reset, /stats, /save, /help, /exit; put a space",
             ),
-            ("/reset now", "error: /reset stands alone; got now after it"),
+            ("/reset now", "error: /reset: got now after it; expected nothing"),
             ("/save", "error: /save: expected a file, such as /save chat.jsonl"),
-            ("/save x.jsonl", "error: /save: nothing has been said yet"),
-            ("x = 1 " * 600, "no new token fits after this prompt; nothing is lost: /save keeps the conversation"),
+            ("/save x.jsonl", "error: /save: there are no answers yet"),
+            ("x = 1 " * 600, "no new token fits after this prompt; the conversation is kept: /save writes it"),
         ],
         ids=["command", "more", "no file", "too early", "too long"],
     )
@@ -183,9 +183,9 @@ class TestPiped:
     def test_the_end_of_the_context(self, say, chat):
         """The last answer has what room is left; then the line says so, until a reset."""
         long = "x = 1 " * 300
-        left = chat.runtime.skeleton.context - len(chat.conversation().prompt(long.strip()))
+        left = chat.runtime.skeleton.context - len(chat.conversation().prompt(long.strip())) + 1
         code, out, err = say([long, TEXTS[0], "/reset", TEXTS[0]], "--max-new-tokens", 500)
-        assert f"{left} tokens, cut: the context is full, /reset begins anew\n" in err
+        assert f"{left} tokens, cut: the context is full, /reset clears it\n" in err
         assert "error: a prompt of " in err
         assert code == 2
         assert out.endswith(say(TEXTS[:1], "--max-new-tokens", 500)[1])
@@ -259,7 +259,7 @@ class TestTyped:
         with monkeypatch.context() as patch:
             patch.setattr(Runtime, "forward", interrupted)
             code, out, err, _ = typed(TEXTS[1], TEXTS[0])
-        assert "interrupted before it began: the message is not kept\n" in err
+        assert "interrupted before the answer began: the message is not kept\n" in err
         assert (code, out) == (0, "\n" + say(TEXTS[:1])[1])
 
     def test_what_is_no_text(self, typed, say):
@@ -292,8 +292,8 @@ class TestSave:
         (tmp_path / "a.jsonl").write_text("mine")
         code, _, err = say([TEXTS[0], "/save a.jsonl", "/save .", "/save no/a.jsonl", f"/save {tmp_path}/b.jsonl"])
         assert code == 2
-        assert "error: a.jsonl is there already; expected another name, as nothing is written over\n" in err
-        assert "error: . is there already" in err
+        assert "error: /save a.jsonl: the path exists; expected a new one, as files are not overwritten\n" in err
+        assert "error: /save .: the path exists" in err
         assert re.search(r"error: \S*no/a.jsonl: the folder \S*no does not exist; make it first\n", err)
         assert (tmp_path / "a.jsonl").read_text() == "mine"
         assert len((tmp_path / "b.jsonl").read_text().splitlines()) == 2
@@ -303,12 +303,11 @@ class TestSave:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        ((), "model builtin: its tokenizer has no chat template"),
+        ((), "model builtin: the tokenizer has no chat template"),
         (("--model", "/no/such"), "model /no/such: no such folder"),
-        (("--system", ""), "model builtin: its tokenizer has no chat template"),
+        (("--system", ""), "model builtin: the tokenizer has no chat template"),
         (("--system", "\udcff"), "the system's message is not valid Unicode text"),
         (("--temperature", "-1"), "'--temperature'"),
-        (("--stop", ""), "--stop: the text is empty"),
         (("--set", "minp=1"), "GenerationConfig has no field 'minp'"),
         (("--controller", "fixed:k=0"), "expected a whole number from 1 to 64"),
         (("--profile", "no.yaml"), "profile no.yaml: no such file"),
@@ -328,7 +327,7 @@ def test_a_template_without_system_messages(cli, llm, tmp_path):
     save_with_template(llm, tmp_path / "m", "{{ messages[-1]['content'] }}")
     for args in (("chat",), ("generate", "x", "--chat")):
         code, _, err = cli(*args, "--model", "m", "--system", "Be brief.", said=TEXTS)
-        told = "error: model m: its tokenizer's chat template leaves system messages out; do without one"
+        told = "error: model m: the tokenizer's chat template leaves system messages out; do without one"
         assert (code, err.splitlines()[-1]) == (2, told)
 
 

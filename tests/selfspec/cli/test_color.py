@@ -91,7 +91,7 @@ def test_the_legend_in_narrow_and_wide_terminals():
     legend(console, given, Stats(drafted=11, accepted=7))
     lines = ESCAPES.sub("", written()).splitlines()
     assert len(lines) == len(narrow)
-    assert lines[2].rstrip() == "corrected           1  12%  the model's own, for a rejected one"
+    assert lines[2].rstrip() == "corrected           1  12%  the model's own, for a rejected token"
 
 
 def test_a_legend_of_nothing():

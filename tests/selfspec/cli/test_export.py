@@ -19,20 +19,20 @@ def test_a_shipped_profile_for_vllm(cli):
         assert json.load(file) == {"method": "draft_model", "model": "there/draft", "num_speculative_tokens": 2}
     assert "saved there: 10 of the model's 16 layers" in err
     assert said["commands"]["serve"] in err
-    assert f"lost: {said['lost'][0]}" in err
+    assert f"limitation: {said['lost'][0]}" in err
 
 
 def test_by_the_profiles_word_nothing_is_decoded(cli):
     code, _, err = cli("export", "--to", "sglang", "stdlib-llama-3.7m", "--out", "there", "--limit", "0")
     assert code == 0
     assert "rehearsing" not in err
-    assert "from what the profile was measured to accept" in err
+    assert "from the profile's measurement" in err
 
 
 def test_what_is_lost_is_told_of_layers_kept_by_half(cli):
     code, _, err = cli("export", "--to", "hf", "stdlib-llama-3.7m", "--out", "there", "--limit", "0")
     assert code == 0
-    assert "lost: the time of 7 sub-layer(s) skipped in layers that are kept" in err
+    assert "limitation: the time of 7 sub-layer(s) skipped in layers that are kept" in err
     assert "selfspec search --kv own finds one for engines" in err
 
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from chats import save_with_template, with_template
 
 from selfspec.cli import main
 from selfspec.llm.sampling_plan import plan
@@ -77,7 +80,7 @@ def test_a_run_that_was_broken_off_goes_on(folder, warm, monkeypatch, event):
     assert len(results(folder)) == 1
     if event.startswith("interrupted"):
         assert broken.returncode == 130
-        assert "to go on, run the same command again: selfspec generate --prompts prompts.jsonl" in broken.stderr
+        assert "to resume, run the same command again: selfspec generate --prompts prompts.jsonl" in broken.stderr
     assert run(monkeypatch, *args[1:]) == 0
     assert len(results(folder)) == 4
 
@@ -87,12 +90,12 @@ def test_results_of_others_are_left_alone(folder, monkeypatch, capsys):
     whole = (folder / "out.jsonl").read_text()
     assert many(monkeypatch, "--temperature", 0.5, "--seed", 1) == 2
     assert (
-        "out.jsonl:1: the result of another prompt, model or way to decode; expected another file"
+        "out.jsonl:1: a result of another prompt, model or decoding option; expected another --out"
         in capsys.readouterr().err
     )
     (folder / "out.jsonl").write_text("text of mine\n")
     assert many(monkeypatch) == 2
-    assert "out.jsonl:1: no result of this command; expected another file for --out" in capsys.readouterr().err
+    assert "out.jsonl:1: not a result of this command; expected another --out file" in capsys.readouterr().err
     assert (folder / "out.jsonl").read_text() == "text of mine\n"
     assert len(whole.splitlines()) == 4
 
@@ -100,16 +103,15 @@ def test_results_of_others_are_left_alone(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--prompts", "prompts.jsonl"), "--prompts: say where the results go, with --out results.jsonl"),
+        (("--prompts", "prompts.jsonl"), "--prompts: given without --out; expected a file for results"),
         (("--prompts", "prompts.jsonl", "--out", "prompts.jsonl"), "--out would write over the data file"),
-        (("--prompts", "prompts.jsonl", "--out", "o", "--compare"), "--compare is of one; leave one of them out"),
-        (("--prompts", "prompts.jsonl", "--out", "o", "import"), "and a prompt is of one"),
+        (("--prompts", "prompts.jsonl", "--out", "o", "--compare"), "--prompts: given with --compare; expected only"),
+        (("--prompts", "prompts.jsonl", "--out", "o", "import"), "--prompts: given with a prompt; expected"),
         (("--prompts", "nothing.jsonl", "--out", "o"), "nothing.jsonl: no such file"),
         (("--prompts", "prompts.jsonl", "--out", "nowhere/o"), "the folder nowhere does not exist; make it first"),
-        (("import", "--out", "o"), "--out is of many prompts; expected --prompts FILE with it"),
-        (("import", "--memory", "1"), "--memory is of many prompts"),
-        (("import", "--column", "a"), "--column and --template are of data of your own"),
-        (("--prompts", "prompts.jsonl", "--out", "o", "--max-new-tokens", "5000"), "prompt 1: a prompt of"),
+        (("import", "--out", "o"), "--out is for many prompts; expected --prompts FILE with it"),
+        (("import", "--memory", "1"), "--memory is for many prompts"),
+        (("import", "--column", "a"), "--column and --template: given without --data or --prompts"),
         (("--prompts", "prompts.jsonl", "--out", "o", "--memory", "0.000001"), "give more memory"),
     ],
 )
@@ -133,3 +135,79 @@ def test_a_generation_is_planned_once(folder, monkeypatch, llm):
     plans.clear()
     assert many(monkeypatch) == 0
     assert len(plans) == len(PROMPTS)
+
+
+def test_a_prompt_that_is_too_long_leaves_the_others(folder, monkeypatch, capsys):
+    """Its line has the error, the exit code is 1, and the next run tries it again."""
+    rows = [json.dumps({"prompt": prompt}) for prompt in (PROMPTS[0], "word " * 3000, PROMPTS[2])]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    for _ in range(2):
+        assert many(monkeypatch) == 1
+        assert "prompt 2: a prompt of" in capsys.readouterr().err
+        found = results(folder)
+        assert sorted(found) == [0, 1, 2]
+        assert set(found[1]) == {"index", "prompt", "error", "key"}
+        assert len(found[0]["tokens"]) == len(found[2]["tokens"]) == 8
+        assert len((folder / "out.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_long_prompt_is_decoded_whoever_else_is_there(folder, monkeypatch, llm):
+    """Alone, as when all others are done, it has the memory that it has beside them."""
+    rows = [json.dumps({"prompt": [*PROMPTS, "x = 1\n" * 220][i]}) for i in range(5)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr("selfspec.llm.batch_memory.USUAL", 32)
+    assert many(monkeypatch) == 0
+    lines = (folder / "out.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["index"] != 4]
+    (folder / "out.jsonl").write_text("".join(kept))
+    assert many(monkeypatch) == 0
+    assert results(folder)[4]["text"] == llm.generate("x = 1\n" * 220, max_new_tokens=8).text
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0c", "\x1e"], ids=ascii)
+def test_separators_of_lines_stay_in_their_lines(folder, monkeypatch, mark):
+    """They are no ends of lines of a result, here and for readers that split there."""
+    rows = [json.dumps({"prompt": f"a = {mark}1\n"}, ensure_ascii=False), json.dumps({"prompt": PROMPTS[0]})]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    for _ in range(2):
+        assert many(monkeypatch) == 0
+        lines = (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()
+        assert sorted(json.loads(line)["index"] for line in lines) == [0, 1]
+        assert results(folder)[0]["prompt"] == f"a = {mark}1\n"
+
+
+def test_every_row_of_a_file_is_used(folder, monkeypatch, capsys):
+    """A row without text stops the command with its number: else results would not be those of the file's rows."""
+    table = pa.table({"prompt": ["a", None, "c", ""]})
+    pq.write_table(table, folder / "p.parquet")
+    assert run(monkeypatch, "--prompts", "p.parquet", "--out", "out.jsonl", *HOW) == 2
+    assert "p.parquet, row 2: expected a row whose 'prompt'" in capsys.readouterr().err
+    (folder / "p.txt").write_text("one\n\ntwo\n")
+    assert run(monkeypatch, "--prompts", "p.txt", "--out", "out.jsonl", *HOW) == 2
+    assert "p.txt, line 2: blank; expected a prompt on every line" in capsys.readouterr().err
+    monkeypatch.setattr("selfspec.text.datasets_prompts.ROWS", 2)
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), folder / "q.parquet")
+    assert run(monkeypatch, "--prompts", "q.parquet", "--out", "out.jsonl", *HOW) == 0
+    assert sorted(results(folder)) == [0, 1, 2]
+
+
+def test_a_conversation_is_a_prompt(folder, monkeypatch, llm):
+    """All of its messages, with --chat; the answers are those of `LLM.chat`."""
+    save_with_template(llm, folder / "m")
+    chat = with_template(llm)
+    talks = [
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "z"},
+        ],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [{"role": "system", "content": "c"}],
+        [{"role": "user", "content": ""}],
+    ]
+    (folder / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    assert run(monkeypatch, "--model", "m", "--chat", "--prompts", "talks.jsonl", "--out", "out.jsonl", *HOW) == 0
+    for index, talk in enumerate(talks):
+        assert results(folder)[index]["prompt"] == talk
+        assert results(folder)[index]["tokens"] == chat.chat(talk, max_new_tokens=8).tokens

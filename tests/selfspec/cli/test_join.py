@@ -45,7 +45,7 @@ def test_text_is_plain_decodings(cli):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["a.yaml"], "a.yaml alone is one profile already; expected two or more"),
+        (["a.yaml"], "a.yaml: one profile; expected two or more to join"),
         (["a.yaml", "gone.yaml"], "gone.yaml"),
         (["a.yaml", "other.yaml"], "other.yaml: is of another model than a.yaml: layers"),
         (["a.yaml", "b.yaml", "--out", "none/x.yaml"], "the folder none does not exist"),

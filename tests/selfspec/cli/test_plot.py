@@ -81,19 +81,22 @@ def test_trials_under_any_name(cli, tmp_path):
 WRONG = {
     "another kind's": (
         ["p.yaml", "--kind", "bars"],
-        "--kind bars: p.yaml is a profile, of which there are skip-map and confidence",
+        "--kind bars: p.yaml is a profile; expected skip-map or confidence",
     ),
     "another kind's of a study": (
         ["trials.jsonl", "--kind", "x"],
-        "is a study, of which there are skipped, pareto, sensitivity and progress",
+        "is a study; expected skipped, pareto, sensitivity or progress",
     ),
     "no file": (["nothing.yaml"], "profile nothing.yaml: no such file, and no shipped profile of that name"),
     "empty name": ([""], "the profile's name is empty"),
     "another JSON": (
         ["other.json"],
-        "other.json: expected a profile, a search's file of trials, or what selfspec bench",
+        "other.json: expected a profile, a search's file of trials, or a file that selfspec bench",
     ),
-    "cut JSON": (["cut.json"], "cut.json: expected a profile, a search's file of trials, or what selfspec bench"),
+    "cut JSON": (
+        ["cut.json"],
+        "cut.json: expected a profile, a search's file of trials, or a file that selfspec bench",
+    ),
     "damaged trials": (["damaged.jsonl"], "damaged.jsonl is damaged"),
     "no sources": (["b.json", "--kind", "sources"], "the benchmark does not tell where tokens came from"),
     "a spoiled benchmark": (["spoiled.json"], "spoiled.json: not what selfspec bench --out writes"),
@@ -101,14 +104,14 @@ WRONG = {
     "a folder": (["."], ".: holds no .json file of a training; expected the folder of selfspec train"),
     "a spoiled training": (["parts"], "not what selfspec train writes (steps"),
     "no curve": (["p.yaml", "--kind", "confidence"], "the profile holds no acceptance curve"),
-    "no such study": (["mine", "--storage", "trials.jsonl"], "there is no study 'mine' there; it holds selfspec"),
+    "no such study": (["mine", "--storage", "trials.jsonl"], "study 'mine': not in this storage; the storage holds"),
     "no such storage": (["mine", "--storage", "none.jsonl"], "--storage none.jsonl: no such file"),
     "its name": (["p.yaml", "--out", "a.gif"], "a.gif: expected a name that ends with .png, .svg or .pdf"),
     "its folder": (["p.yaml", "--out", "no/a.png"], "the folder no does not exist"),
-    "over itself": (["p.yaml", "--out", "p.yaml"], "--out p.yaml would write over what is to be drawn"),
+    "over itself": (["p.yaml", "--out", "p.yaml"], "--out p.yaml would write over the file to be drawn"),
     "over the storage": (
         ["selfspec", "--storage", "trials.jsonl", "--out", "trials.jsonl"],
-        "--out trials.jsonl would write over what is to be drawn",
+        "--out trials.jsonl would write over the file to be drawn",
     ),
     "its width": (["p.yaml", "--width", "0"], "--width"),
 }

@@ -209,22 +209,22 @@ def test_a_profile_that_skips_nothing_is_not_decoded_with(cli, tmp_path):
 WRONG = {
     "a model that is not here": (
         ["--profile", "llama-2-13b-draft-verify"],
-        "; --no-sample makes the page without the model",
+        "; --no-sample writes the page without loading the model",
     ),
     "no model": (
         ["--profile", "p.yaml", "--model", "./no-model"],
         "model ./no-model: no such folder; expected a folder, a GGUF file, a hub id, smollm2-135m, or 'builtin'; "
-        "--no-sample makes the page without",
+        "--no-sample writes the page without",
     ),
     "another model": (["--profile", "small.yaml", "--model", "builtin"], "layers 4 in the profile, 16 in the model; "),
-    "a model alone": (["--model", "my/model"], "--model my/model: expected --profile or --study, too"),
-    "storage alone": (["--storage", "trials.jsonl"], "--storage holds studies; say which with --study"),
+    "a model alone": (["--model", "my/model"], "--model my/model: given alone; expected --profile or --study"),
+    "storage alone": (["--storage", "trials.jsonl"], "--storage trials.jsonl: given without --study"),
     "no study": (["--study", "no.jsonl"], "no.jsonl: no such file; expected a file of trials"),
-    "no trials": (["--study", "empty.jsonl"], "it is not said which study is meant; it holds none"),
+    "no trials": (["--study", "empty.jsonl"], "study: not named; the storage holds no study"),
     "a study of little": (["--study", "little.jsonl"], "little.jsonl is damaged (ValidationError); give --profile"),
     "no bench": (["--bench", "p.yaml"], "p.yaml: not valid JSON"),
     "no profile": (["--profile", "nothing"], "no shipped profile of that name"),
-    "over the bench": (["--bench", "b.json", "--out", "b.json"], "--out b.json would write over what is to be shown"),
+    "over the bench": (["--bench", "b.json", "--out", "b.json"], "--out b.json would write over a file to be shown"),
     "over the prompts": (["--prompts", "prompts.jsonl", "--out", "prompts.jsonl"], "would write over the data file"),
     "no folder": (["--out", "no/report.html"], "the folder no does not exist"),
     "no prompts": (["--prompts", "no.jsonl"], "no.jsonl: no such file"),

@@ -53,7 +53,7 @@ def answers(url):
 def test_it_serves_and_ends(start, llm64):
     replicas = ["--rows", "2", "--devices", "cpu,cpu"]
     process, url, said = start("--profile", "none", "--dtype", "float64", *replicas, SELFSPEC_API_KEY="secret")
-    assert "(2 replicas of 2 rows)" in said.read_text()
+    assert "(2 replicas of 2 sequences)" in said.read_text()
     assert url.startswith("http://127.0.0.1:")
     assert httpx2.get(f"{url}/v1/models").status_code == 401
     with openai.OpenAI(base_url=f"{url}/v1", api_key="secret") as client:
@@ -100,8 +100,8 @@ WRONG = {
     "store": (["--store", "no.store"], "no.store"),
     "rows": (["--rows", "0"], "--rows"),
     "queue": (["--queue", "-1"], "--queue"),
-    "key": (["--api-key", " "], "--api-key: expected at least one character"),
-    "key in letters": (["--api-key", "schlüssel"], "--api-key: expected at least one character, all of ASCII"),
+    "key": (["--api-key", " "], "--api-key: the key is blank or not ASCII"),
+    "key in letters": (["--api-key", "schlüssel"], "--api-key: the key is blank or not ASCII; expected"),
     "devices and device": (["--devices", "cpu,cpu", "--device", "cpu"], "without --device"),
     "devices": (["--devices", "cpu,,cpu"], "--devices cpu,,cpu: expected devices separated by commas"),
     "no such device": (["--devices", "cpu,qpu"], "qpu"),

@@ -84,7 +84,7 @@ def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
     code, out, err = cli("train", "layerskip", "--data", prompts, *few, "--layers", "4", "--json")
     before, after = json.loads(out)["perplexity"]
     assert not code
-    said = f"this is another model: its perplexity on held-out answers is {after:.2f}, before it was {before:.2f}"
+    said = f"training changed the model: perplexity on held-out answers {after:.2f}, before {before:.2f}"
     assert said in err
     use = "selfspec generate --model parts/layerskip --profile parts/layerskip.yaml"
     assert f"use it with: {use} 'your prompt'" in err
@@ -100,7 +100,7 @@ def run_in_a_process(warm, event, folder, prompts):
 def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, warm, prompts, tmp_path):
     ended = run_in_a_process(warm, "interrupted-fit:5", tmp_path, prompts)
     assert ended.returncode == 130
-    assert "to go on, run the same command again" in ended.stderr
+    assert "to resume, run the same command again" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert (tmp_path / "parts" / "eagle.yaml").exists()
     code, out, _ = cli("train", "eagle", "--data", prompts, *FEW, "--json")
@@ -126,7 +126,7 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
         (["eagle", "--out", "gone/parts"], "gone/parts is no folder"),
         (["eagle", "--data", "gone.jsonl"], "gone.jsonl"),
         (["eagle", "--model", "gone/model"], "gone/model"),
-        (["eagle", "--column", "q"], "--column and --template are of data of your own"),
+        (["eagle", "--column", "q"], "--column and --template: given without --data"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

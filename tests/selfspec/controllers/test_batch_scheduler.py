@@ -224,5 +224,5 @@ def test_prices_between_what_was_timed_are_lines_that_never_fall():
 
 
 def test_too_few_prices_are_refused():
-    with pytest.raises(SelfspecError, match="expected those over no, one and two tokens"):
+    with pytest.raises(SelfspecError, match="expected at least those over 0, 1 and 2 tokens"):
         PassCosts((0.0, 1.0), (0.0, 1.0, 2.0))

@@ -135,7 +135,7 @@ def test_a_part_without_its_tensors(runtime, kind):
     made = random_learner(runtime, WORDS, kind).part()
     name = next(name for name in made.tensors if name.endswith(("proj.weight", "linear.weight", "proj.0.weight")))
     torn = PartFile(made.kind, made.settings, {n: t for n, t in made.tensors.items() if n != name}, made.model)
-    with pytest.raises(SelfspecError, match=f"does not hold what a head of kind {kind} is made of"):
+    with pytest.raises(SelfspecError, match=f"part file of a head of kind {kind}: wrong contents"):
         make_head(runtime, torn)
 
 

@@ -88,7 +88,7 @@ def test_the_model_itself_stays_as_it_is(runtime):
 
 
 def test_a_path_with_parts_that_nobody_told_of_is_refused(runtime):
-    with pytest.raises(SelfspecError, match="names trained weights, nothing, that are not at hand"):
+    with pytest.raises(SelfspecError, match="its trained weights nothing are not loaded"):
         runtime.compile(replace(PATH, trained="nothing"))
 
 

@@ -301,8 +301,8 @@ class Trap:
 @pytest.mark.parametrize(
     ("config", "tensors", "said"),
     [
-        (CONFIG, lambda: {"other.weight": random(2, 2)}, "are those of no head that is known; known: EAGLE"),
-        (CONFIG, lambda: {**eagle_tensors(), "layers.1.up.weight": random(2, 2)}, "tensors that are not known"),
+        (CONFIG, lambda: {"other.weight": random(2, 2)}, "match no known kind of head; known: EAGLE"),
+        (CONFIG, lambda: {**eagle_tensors(), "layers.1.up.weight": random(2, 2)}, "the head has unknown tensors"),
         ({**CONFIG, "rope_scaling": {"type": "yarn"}}, eagle_tensors, "rope is of type 'yarn'; known"),
         ({"num_key_value_heads": KV}, eagle_tensors, "no tensor or setting 'num_attention_heads'"),
         (
@@ -310,7 +310,7 @@ class Trap:
             lambda: {"hydra_mlp.0.0.linear.weight": random(D, D)},
             "Hydra's form 'prefix",
         ),
-        (CONFIG, lambda: {"0.0.linear.weight": random(32, 32)}, "of a model of width 32; this one's is 16"),
+        (CONFIG, lambda: {"0.0.linear.weight": random(32, 32)}, "for a model of hidden size 32; expected 16"),
         (CONFIG, lambda: {"a": Trap()}, "no tensors can be read from it"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -117,9 +117,9 @@ def test_a_kind_is_registered_once(echo):
     class Unsaid(DraftSpec):
         pass
 
-    with pytest.raises(SelfspecError, match="kind 'echo' of drafts is .*EchoSpec; expected another name"):
+    with pytest.raises(SelfspecError, match="draft kind 'echo': it is .*EchoSpec; expected another name"):
         register(Another, make_echo)
-    with pytest.raises(SelfspecError, match="Unsaid: its kind is not said"):
+    with pytest.raises(SelfspecError, match="Unsaid: no kind; expected the field kind"):
         register(Unsaid, make_echo)
 
 

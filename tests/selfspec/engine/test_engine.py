@@ -253,7 +253,7 @@ def test_a_draft_beyond_its_limit_is_refused(alone, draft):
     seq = SequenceState([1, 2], 3, Sampler())
     with Engine(alone, Wide(lambda tokens: [])) as engine:
         engine.join(seq)
-        with pytest.raises(SelfspecError, match=r"Wide drafted (3|65) tokens, .* room for 64, 2 deep"):
+        with pytest.raises(SelfspecError, match=r"Wide drafted (3|65) tokens, .*; expected at most 64 tokens, 2 deep"):
             engine.step()
     assert seq.tokens == [1, 2]
 

@@ -58,6 +58,19 @@ def test_greedy_tokens_are_plain_decodings(runtime, make, prompt):
     assert run(runtime, make(prompt), prompt, 20)[0] == plain(runtime, prompt, 20)
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_the_last_token_needs_no_position(runtime, name):
+    """A context of n positions holds a prompt of n tokens and a new one, and every split of n + 1 tokens."""
+    context = runtime.skeleton.context
+    prompt = [*(PROMPTS[2] * context)[: context - 9]]
+    text = plain(runtime, prompt, 10)
+    assert len(text) == 10
+    for n in (context, context - 1, context - 9):
+        ids = [*prompt, *text][:n]
+        expected = [*prompt, *text][n : context + 1]
+        assert run(runtime, TABLE[name](runtime), ids, context + 1 - n)[0] == expected
+
+
 def test_limits(runtime, make):
     prompt = PROMPTS[0]
     text = plain(runtime, prompt, 12)

@@ -110,12 +110,12 @@ def test_what_is_expected_is_what_replay_counts(tiny_llm):
         stats = walk(replay.trace(path, [FixedK(3)]), FixedK(3))[0].stats
     assert (found.tokens, found.acceptance) == (3, round(stats.acceptance_rate, 4))
     assert found.per_pass == round(stats.tokens_per_round, 3)
-    assert "replayed here along the path, on its own keys: 1 prompts, 24 greedy tokens" in found.summary
+    assert "replayed here along the path, with a separate KV cache: 1 prompts, 24 greedy tokens" in found.summary
     itself = expected_by_rehearsal(
         tiny_llm, profile, offer(path=path, draft=lambda: tiny_llm.model), [TOKENS[0].tolist()], new=24, tokens=3
     )
     assert itself.acceptance == 1  # the model itself drafts
-    assert "the very weights that were written" in itself.source
+    assert "replayed here by a model with the written weights" in itself.source
 
 
 def test_the_best_number_of_tokens_brings_most_in_a_plain_steps_time(tiny_llm):
@@ -130,7 +130,7 @@ def test_the_best_number_of_tokens_brings_most_in_a_plain_steps_time(tiny_llm):
 
 def test_guesses_are_decoded_with(tiny_llm):
     found = expected_by_rehearsal(tiny_llm, profile_of(tiny_llm, LookupSpec()), offer(), [[1, 2, 1, 2, 1, 2]], new=24)
-    assert "decoded here with the drafter itself" in found.source
+    assert "decoded here with the profile's drafter" in found.source
     assert 1 <= found.per_pass <= 1 + found.tokens
 
 
@@ -139,7 +139,7 @@ def test_by_the_profiles_word(tiny_llm):
     path = DraftPath.skipping([1], [1])
     silent = expected_from_profile(profile_of(tiny_llm, skip), offer(path=path))
     assert (silent.tokens, silent.acceptance, silent.per_pass) == (3, None, None)
-    assert "is not known" in silent.summary
+    assert "acceptance is unknown" in silent.summary
     told = Prediction(speedup=1.5, tokens_per_second=9, acceptance_rate=0.75, tokens_per_round=2.5, draft_cost=0.2)
     profile = profile_of(tiny_llm, skip, predicted=told)
     found = expected_from_profile(profile, offer(path=path), tokens=2)
@@ -147,10 +147,10 @@ def test_by_the_profiles_word(tiny_llm):
     p = (-1 + 7**0.5) / 2
     assert found.acceptance == pytest.approx((p + p * p) / 2, abs=1e-3)
     assert found.per_pass == pytest.approx(2.5, abs=1e-2)
-    assert "what its search predicted, lookup tokens and candidates counted in, on the model's own keys" in found.source
+    assert "search, which includes lookup tokens and candidates, on the model's KV cache" in found.source
     itself = expected_from_profile(profile, offer(itself=True))
     assert (itself.tokens, itself.acceptance, itself.per_pass) == (None, 0.75, 2.5)
-    assert itself.summary.startswith("drafts that a controller ends, of which 75.0% accepted")
+    assert itself.summary.startswith("drafts ended by a controller, of which 75.0% accepted")
 
 
 def test_engines_draft_chains_of_one_length(tiny_llm):
@@ -164,5 +164,5 @@ def test_engines_draft_chains_of_one_length(tiny_llm):
 
 def test_a_head_drafts_so_many_at_most():
     check_tokens(4, 4)
-    with pytest.raises(SelfspecError, match="--tokens 5: this head drafts 4 in a row at most"):
+    with pytest.raises(SelfspecError, match="--tokens 5: this head drafts 4 tokens at most"):
         check_tokens(5, 4)

@@ -79,7 +79,7 @@ def test_vllm_n_grams_and_suffixes(run):
 def test_vllm_draft_model_of_layers(run):
     done = run("vllm", WHOLE)
     assert config(done) == {"method": "draft_model", "model": str(done.out / "draft"), "num_speculative_tokens": 3}
-    assert done.drafted == "6 of the model's 16 layers, as a model of their own"
+    assert done.drafted == "6 of the model's 16 layers, as a separate model"
     assert AutoModelForCausalLM.from_pretrained(done.out / "draft").config.num_hidden_layers == 6
     few = run("vllm", FEW, force=True)
     assert config(few)["quantization"] == "fp8"
@@ -167,12 +167,12 @@ def test_transformers_prompt_lookup(run):
 def test_transformers_runs_by_selfspec_what_it_has_not(plain, run):
     done = run("hf", LookaheadSpec(), tokens=None, prompts=[plain.encode("def read(self):\n")], new=8)
     assert (done.limitations, done.expected.tokens) == ((), None)
-    assert "decoded here with the drafter itself: 1 prompts, 8 greedy tokens" in done.expected.source
-    assert "Drafts end as the profile has it." in (done.out / "README.md").read_text()
+    assert "decoded here with the profile's drafter: 1 prompts, 8 greedy tokens" in done.expected.source
+    assert "The profile's controller ends drafts." in (done.out / "README.md").read_text()
     assert done.files == ("README.md", "custom_generate/generate.py", "custom_generate/requirements.txt")
     few = run("hf", FEW, force=True)
     assert not any(name.startswith("draft") for name in few.files)
-    assert "in its own dtype no draft model would be cheaper" in (few.out / "README.md").read_text()
+    assert "an unquantised draft model would save nothing" in (few.out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -292,7 +292,7 @@ REFUSED = [
     ("tensorrt-llm", LookaheadSpec(), LOOKUP),
     ("vllm", SwiftSpec(), SET),
     ("llama.cpp", ClaspSpec(), SET),
-    ("sglang", MergedSpec(drafters=[LookupSpec(), RecycleSpec()]), "one of its drafters"),
+    ("sglang", MergedSpec(drafters=[LookupSpec(), RecycleSpec()]), "one of the merged drafters"),
     ("vllm", HALF, "no layer is skipped whole"),
     ("sglang", HALF, "a set of whole layers, by selfspec search --kv own"),
     ("tensorrt-llm", FEW, "all sub-layers run, and TensorRT-LLM runs drafts in the model's own precision"),
@@ -313,10 +313,10 @@ def test_what_an_engine_has_not_is_refused(run, tmp_path, engine, draft, said):
 @pytest.mark.parametrize(
     ("engine", "kind", "said"),
     [
-        ("hf", "medusa", r"transformers' generate has nothing for a trained head \(medusa\)"),
+        ("hf", "medusa", r"transformers' generate cannot run a trained head \(medusa\)"),
         ("sglang", "medusa", "EAGLE or EAGLE-3, by selfspec convert"),
         ("llama.cpp", "medusa", "an EAGLE-3 head, by selfspec convert"),
-        ("tensorrt-llm", "mlp", "has nothing for a head of the form mlp_speculator"),
+        ("tensorrt-llm", "mlp", "cannot run a head of the form mlp_speculator"),
         ("vllm", "hydra", "heads of kind 'hydra' are run by no engine"),
         ("vllm", "eagle", "an EAGLE head as selfspec train fits it"),
     ],
@@ -328,7 +328,7 @@ def test_heads_that_an_engine_has_not_are_refused(plain, run, engine, kind, said
 
 @pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
 def test_these_have_no_stream_of_the_last_layer(plain, run, engine):
-    with pytest.raises(SelfspecError, match="a head that reads what leaves the last layer"):
+    with pytest.raises(SelfspecError, match="a head that reads the output of the last layer"):
         run(engine, HeadSpec(part="eagle"), parts=eagle_3(plain, (2, 8, 16)))
     assert head_files(eagle_3(plain, (2, 8, 16)), plain.runtime).layers == (2, 8, 16)
 
@@ -345,5 +345,5 @@ def test_a_head_among_several_cannot_travel(plain, tmp_path):
     held = {"medusa": ModuleFile(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
     draft = MergedSpec(drafters=[LookupSpec(), HeadSpec(part="medusa")])
     write_profile(Profile(model=plain.identity, draft=draft, parts=held), tmp_path / "profile.yaml")
-    with pytest.raises(SelfspecError, match=r"cannot travel in generate\.py"):
+    with pytest.raises(SelfspecError, match=r"generate\.py cannot hold"):
         export(plain, read_profile(tmp_path / "profile.yaml"), "hf", tmp_path / "out")

@@ -35,13 +35,13 @@ def test_the_page_says_it_all(plain, profile, tmp_path):
     done = export(plain, profile, "vllm", tmp_path / "out", prompts=prompts, new=16, tokens=2, name="mine.yaml")
     page = (tmp_path / "out/README.md").read_text()
     assert page.startswith("# builtin for vllm\n")
-    assert "of the profile `mine.yaml`: 8 of the model's 16 layers, as a model of their own." in page
+    assert "from the profile `mine.yaml`: 8 of the model's 16 layers, as a separate model." in page
     assert f"```bash\n{done.written.commands[0][1]}\n```" in page
     assert f"| 2 | {done.expected.acceptance:.1%} | {done.expected.per_pass:.2f} |" in page
-    assert "replayed here along the path, on its own keys: 1 prompts, 16 greedy tokens" in page
+    assert "replayed here along the path, with a separate KV cache: 1 prompts, 16 greedy tokens" in page
     assert all(f"- {one}\n" in page for one in done.limitations)
     assert "the controller (adaptive): every draft has the same number of tokens" in done.limitations
-    assert "2 candidates for each place: drafts are chains" in done.limitations
+    assert "2 candidates for each position: drafts are single sequences, not trees" in done.limitations
     assert ENGINES["vllm"].read in page
     assert "Not run by vLLM here" in page
     assert done.files == tuple(sorted(str(f.relative_to(done.out)) for f in done.out.rglob("*") if f.is_file()))
@@ -51,7 +51,7 @@ def test_what_is_not_known_is_not_told(plain, profile, tmp_path):
     done = export(plain, profile, "sglang", tmp_path / "out")
     page = (done.out / "README.md").read_text()
     assert "Drafts of 3 tokens." in page
-    assert "How many are accepted is not known: the profile says nothing of it, nothing was replayed." in page
+    assert "The acceptance is unknown: the profile holds no measurement or prediction" in page
 
 
 def test_what_is_lost_everywhere(profile):
@@ -141,7 +141,7 @@ def test_however_weights_lie_they_are_the_same(plain, layout):
     try:
         found = weights_of(selfspec.load("builtin", profile="none", layout=layout).model).tensors
     except SelfspecError as error:
-        assert "load it with layout='rows'" in str(error) or "not at hand as plain numbers" in str(error)
+        assert "load it with layout='rows'" in str(error) or "not unquantised floats in memory" in str(error)
     else:
         assert set(found) == set(mine)
         assert all(torch.equal(tensor, mine[name]) for name, tensor in found.items())

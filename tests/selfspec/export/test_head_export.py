@@ -150,7 +150,7 @@ def test_mlp_as_trained_reads_the_models_embeddings(runtime, tmp_path):
     assert (mine.argmax(-1) == again.argmax(-1)).all()
     torch.testing.assert_close(again, mine, atol=0.2, rtol=0.02)
     few = head_files(random_part(runtime, range(16), "mlp"), runtime)
-    assert few.lost == ("the head's vocabulary of 16 tokens: MLPSpeculator's is the model's",)
+    assert few.lost == ("the head's vocabulary of 16 tokens: an MLPSpeculator drafts all of the model's tokens",)
 
 
 def test_rope_is_told_as_it_was(runtime, tmp_path):
@@ -196,7 +196,7 @@ def test_vllms_names(runtime):
 def test_what_no_engine_runs_is_refused_with_what_one_could(runtime, kind, said):
     with pytest.raises(SelfspecError, match=said) as refused:
         head_files(random_part(runtime, range(V), kind), runtime)
-    assert "they could run instead: selfspec train medusa" in str(refused.value)
+    assert "engines could run instead: a head by selfspec train medusa" in str(refused.value)
 
 
 def test_another_models_head_is_refused(runtime):

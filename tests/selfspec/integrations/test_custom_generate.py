@@ -337,8 +337,7 @@ WRONG = {
         "input_ids": torch.tensor([[3, 4, 0, 5]]),
         "attention_mask": torch.tensor([[1, 1, 0, 1]]),
     },
-    "position_ids are not those": {"position_ids": torch.arange(3, 3 + len(PROMPTS[0])).unsqueeze(0)},
-    "outgrow": {"max_new_tokens": 121},
+    "position_ids: expected 0, 1": {"position_ids": torch.arange(3, 3 + len(PROMPTS[0])).unsqueeze(0)},
 }
 
 
@@ -349,6 +348,18 @@ def test_what_cannot_be_had(model, drafted, message):
         model.generate(**{name: value for name, value in asked.items() if value is not None}, custom_generate=drafted)
     theirs, ours = both(model, drafted, PROMPTS)  # and the next call works
     assert torch.equal(ours, theirs)
+
+
+def test_beyond_the_context_it_warns_and_decodes_to_the_last_position(model, drafted):
+    with pytest.warns(UserWarning, match="max_new_tokens 500 exceeds the context of 128 positions: at most"):
+        out = model.generate(
+            **batch(PROMPTS[0]), max_new_tokens=500, do_sample=False, eos_token_id=None, custom_generate=drafted
+        )
+    assert out.shape[1] == 129
+    theirs = model.generate(
+        **batch(PROMPTS[0]), max_new_tokens=129 - len(PROMPTS[0]), do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(out, theirs)
 
 
 def test_a_cache_of_the_callers_is_refused(model, drafted):

@@ -102,9 +102,9 @@ def test_a_model_that_came_with_one_acts_with_it_unless_told(folders):
 
 
 def test_wrong_names_are_one_clear_line(llm, folders, tmp_path):
-    with pytest.raises(SelfspecError, match="adapter 'three' is not there; known: one, two, base"):
+    with pytest.raises(SelfspecError, match="adapter 'three' is not loaded; known: one, two, base"):
         llm.generate(PROMPT, adapter="three")
-    with pytest.raises(SelfspecError, match="adapter 'one' is not there; known: base"):
+    with pytest.raises(SelfspecError, match="adapter 'one' is not loaded; known: base"):
         selfspec.load("builtin", profile="none").generate(PROMPT, adapter="one")
     with pytest.raises(SelfspecError, match="adapter name 'base'"):
         selfspec.load("builtin", profile="none", adapters={"base": folders[0]["one"]})

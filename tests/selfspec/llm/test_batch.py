@@ -189,7 +189,7 @@ def test_what_can_never_be_held_is_refused(llm):
     memory = 400 * slot_bytes(llm.runtime) / 2**30
     with Batch(llm, rows=4, memory=memory, make=MAKERS["plain"]) as batch:
         assert batch.rows == 1
-        with pytest.raises(SelfspecError, match=r"need \d+ places for keys and values, and one sequence may have \d+"):
+        with pytest.raises(SelfspecError, match=r"need \d+ slots of the KV cache, and one sequence may have \d+"):
             batch.add("x = 1\n" * 120, GREEDY)
         with pytest.raises(SelfspecError, match="the prompt is empty"):
             batch.add("", GREEDY)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import subprocess
@@ -207,16 +208,15 @@ def test_the_readers_time_is_not_the_generations(llm, monkeypatch):
         (["a"], {}, "whole numbers"),
         ("\ud800", {}, "not valid Unicode"),
         (PROMPT, {"max_new_tokens": 3.5}, "max_new_tokens 3.5: expected a whole number"),
-        (PROMPT, {"stop": ["\ud800"]}, "a stop string is empty or no text"),
+        (PROMPT, {"stop": ["\ud800"]}, "a stop string is empty or not valid text"),
         ("", {}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([4096], {}, "token id 4096 is not in the model's vocabulary of 4096"),
         ([-1], {}, "token id -1"),
         (PROMPT, {"max_new_tokens": 0}, "max_new_tokens 0: expected a whole number of at least 1"),
-        (PROMPT, {"max_new_tokens": 1020}, r"\(1024 positions\): at most 1014 new tokens fit"),
-        ([5] * 1024, {"max_new_tokens": 1}, "no new token fits"),
+        (PROMPT, {"max_new_tokens": 1020}, r"\(1024 positions\): at most 1015 new tokens fit"),
+        ([5] * 1025, {"max_new_tokens": 1}, "no new token fits"),
         (PROMPT, {"temperature": -0.5}, "temperature -0.5"),
-        (PROMPT, {"stop": ["a", ""]}, "a stop string is empty"),
     ],
     ids=str,
 )
@@ -231,8 +231,10 @@ def test_a_prompt_of_one_token_and_a_full_context(llm, drafter):
     assert len(llm.generate([5], max_new_tokens=3, drafter=drafter).tokens) == 3
     ids = llm.encode(PROMPT)
     ids = (ids * 110)[:1000]
-    out = llm.generate(ids, max_new_tokens=24, drafter=drafter)
-    assert out.tokens == llm.generate(ids, max_new_tokens=24).tokens
+    out = llm.generate(ids, max_new_tokens=25, drafter=drafter)
+    assert out.tokens == llm.generate(ids, max_new_tokens=25).tokens
+    theirs = llm.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=25, eos_token_id=None)
+    assert out.tokens == theirs[0, 1000:].tolist()
 
 
 class TestProfiles:
@@ -309,7 +311,7 @@ def test_folders_that_are_no_models(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SelfspecError, match="cannot be loaded"):
         selfspec.load(str(tmp_path))
-    with pytest.raises(SelfspecError, match="is a file, and no GGUF file; expected a folder"):
+    with pytest.raises(SelfspecError, match="is a file, but not a GGUF file; expected a folder"):
         selfspec.load(str(tmp_path / "config.json"))
 
 
@@ -372,3 +374,22 @@ def test_generate_shows_every_option_that_there_is():
     assert [(p.name, p.kind) for p in shown] == [(p.name, p.kind) for p in options]
     named = [p for p in options if p.name != "settings"]
     assert [p.default for p in shown if p.name != "settings"] == [p.default for p in named]
+
+
+def test_a_special_token_as_stop_string_stops(llm):
+    """It never appears in the text, as special tokens are left out of texts."""
+    ids = llm.encode(PROMPT)
+    plain = llm.generate(ids, max_new_tokens=12).tokens
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    name = tokenizer.convert_ids_to_tokens(plain[5])
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    assert tokenizer.convert_tokens_to_ids(name) == plain[5]
+    special = selfspec.wrap(llm.model, tokenizer, profile="none")
+    for out in (
+        special.generate(ids, max_new_tokens=12, stop=name),
+        special.generate_many([ids], max_new_tokens=12, stop=[name])[0],
+    ):
+        assert out.tokens == plain[: plain.index(plain[5]) + 1]
+        assert out.finish == "stop"
+        assert name not in out.text
+    assert special.generate(ids, max_new_tokens=12).tokens == plain

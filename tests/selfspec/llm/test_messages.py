@@ -35,9 +35,6 @@ def test_what_is_right_stays_as_it_is():
         ([{**USER, "content": [{"type": "text"}]}], "message 1: a chat message is a text; got list"),
         ([{**USER, "content": None}], "message 1: a chat message is a text; got NoneType"),
         ([{**USER, "content": "\ud800"}], "message 1: the user's message is not valid Unicode text; give UTF-8"),
-        ([{**USER, "content": ""}], "message 1: the user's message is empty; give at least one character"),
-        ([USER, ANSWER], "the last message is of the assistant; expected one of the user, to be answered"),
-        ([{"role": "system", "content": "x"}], "the last message is of the system; expected one of the user, to be"),
     ],
     ids=str,
 )
@@ -66,7 +63,7 @@ def test_messages_are_prompts(llm):
         chat.generate([USER, {"content": "x"}])
     with pytest.raises(SelfspecError, match="a prompt is a text, token ids or messages; got dict"):
         chat.generate(USER)
-    with pytest.raises(SelfspecError, match="its tokenizer has no chat template"):
+    with pytest.raises(SelfspecError, match="the tokenizer has no chat template"):
         llm.generate(messages)
 
 
@@ -74,9 +71,9 @@ def test_a_template_says_what_it_does_not_take(llm):
     chat = with_template(llm, "{{ raise_exception('no system') if messages[0]['role'] == 'system' }}{{ bos_token }}")
     assert render(chat.tokenizer, [USER]) == [chat.tokenizer.bos_token_id]
     for call in (lambda: check_system(chat.tokenizer), lambda: chat.conversation(system="x")):
-        with pytest.raises(SelfspecError, match="its tokenizer's chat template fails: .*no system"):
+        with pytest.raises(SelfspecError, match="the tokenizer's chat template fails: .*no system"):
             call()
-    with pytest.raises(SelfspecError, match="its tokenizer's chat template fails"):
+    with pytest.raises(SelfspecError, match="the tokenizer's chat template fails"):
         chat.chat([message("system", "x"), USER])
-    with pytest.raises(SelfspecError, match="its tokenizer has no chat template"):
+    with pytest.raises(SelfspecError, match="the tokenizer has no chat template"):
         llm.chat([USER])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -238,7 +240,7 @@ def test_our_own_processors_take_their_kinds_place(llm):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens 3 is not served"),
         ({"watermarking_config": SynthIDTextWatermarkingConfig(5, [1, 2])}, "SynthIDTextWatermarkingConfig keeps a"),
         ({"max_length": 8}, "max_length 8 leaves no room after a prompt of 8 tokens"),
-        ({"max_new_tokens": 121}, "outgrow"),
+        ({"max_new_tokens": 122}, "outgrow"),
         ({"do_sample": "maybe"}, "do_sample maybe: expected true or false"),
         ({"num_beams": "many"}, "num_beams many is not served"),
         ({"do_sample": True, "min_p": 7.0}, "generation config: `min_p` has to be"),
@@ -274,7 +276,6 @@ def test_what_cannot_be_had_is_refused(llm, config, message):
         ({"settings": {"min_p": "abc"}}, "min_p abc: expected a number"),
         ({"settings": {"min_p": float("nan"), "do_sample": True}}, "min_p nan: expected a number"),
         ({"settings": {"eos_token_id": -5}}, "eos_token_id: token -5 is not in the vocabulary"),
-        ({"stop": ["a", ""]}, "stop string is empty"),
     ],
     ids=str,
 )
@@ -306,3 +307,17 @@ def test_a_file_of_options(tmp_path):
         (tmp_path / "wrong.json").write_text(text, encoding="latin-1")
         with pytest.raises(SelfspecError, match="generation config"):
             read_generation_config(tmp_path / "wrong.json")
+
+
+def test_equivalent_values_are_one_value(llm):
+    """As clients send them: greedy by a tiny temperature or no top_p, no seed, no stop, whole numbers as floats."""
+    assert Options(max_new_tokens=64.0, top_k=5.0, seed=3.0) == Options(max_new_tokens=64, top_k=5, seed=3)
+    assert Options(seed=-1, stop="") == Options(stop=["", ""]) == Options()
+    assert Options(stop=["a", ""]).stop == ("a",)
+    for options in (Options(temperature=1e-7), Options(temperature=0.8, top_p=0), Options(temperature=0.8, top_p=0.0)):
+        assert llm.plan(PROMPT, replace(options, max_new_tokens=5)).sampler.greedy
+    assert llm.generate(PROMPT, max_new_tokens=5.0, temperature=0.7, top_p=0, seed=-1).tokens == (
+        llm.generate(PROMPT, max_new_tokens=5).tokens
+    )
+    with pytest.raises(SelfspecError, match="temperature -1e-07"):
+        llm.generate(PROMPT, temperature=-1e-7)

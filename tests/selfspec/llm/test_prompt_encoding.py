@@ -60,21 +60,21 @@ def test_cutting():
 
 def test_no_room_is_refused(llm):
     with pytest.raises(SelfspecError, match="outgrow"):
-        fit_prompt(llm, "x", llm.runtime.skeleton.context)
+        fit_prompt(llm, "x", llm.max_new(0))
 
 
 def test_what_is_no_chat(llm, chat):
-    with pytest.raises(SelfspecError, match="its tokenizer has no chat template; do without chat"):
+    with pytest.raises(SelfspecError, match="the tokenizer has no chat template; do without chat"):
         encode(llm, "x", chat=True)
     with pytest.raises(SelfspecError, match="a chat message is a text"):
         encode(chat, [1, 2], chat=True)
     chat.tokenizer.chat_template = "{{ raise_exception('only poems') }}"
-    with pytest.raises(SelfspecError, match="its tokenizer's chat template fails: .*only poems"):
+    with pytest.raises(SelfspecError, match="the tokenizer's chat template fails: .*only poems"):
         encode(chat, "x", chat=True)
 
 
 def test_it_is_checked_without_the_model(tmp_path, llm):
-    with pytest.raises(SelfspecError, match="model builtin: its tokenizer has no chat template"):
+    with pytest.raises(SelfspecError, match="model builtin: the tokenizer has no chat template"):
         check_chat(builtin.NAME)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SelfspecError, match="its tokenizer cannot be loaded"):
@@ -94,7 +94,7 @@ def test_it_is_checked_without_the_model(tmp_path, llm):
 def test_prompts_that_are_cut_are_counted(recwarn):
     warn_if_cut([3, 5], 5)
     assert not recwarn
-    with pytest.warns(UserWarning, match="^2 prompts are cut: of up to 9 tokens, where the context leaves 5 beside"):
+    with pytest.warns(UserWarning, match="^2 prompts are cut: up to 9 tokens, but only 5 fit the context"):
         warn_if_cut([3, 6, 9], 5)
-    with pytest.warns(UserWarning, match="^1 prompt is cut: of 6 tokens, where"):
+    with pytest.warns(UserWarning, match="^1 prompt is cut: 6 tokens, but only"):
         warn_if_cut([6], 5)

@@ -127,7 +127,7 @@ def test_wrong_input_is_one_line(tasks):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"pretrained": "builtin", "tokenizer": "other"}, "model builtin brings its tokenizer"),
+        ({"pretrained": "builtin", "tokenizer": "other"}, "tokenizer: given for model builtin, which includes one"),
         ({"pretrained": "none.gguf"}, "model none.gguf: no such file"),
         ({"pretrained": "builtin", "rule": "guess"}, "rule 'guess'"),
     ],

@@ -127,7 +127,7 @@ def test_greedy_texts_are_compared(measured):
         assert [(row["task"], row["prompts"]) for row in method["by_task"]["tasks"]] == [("def", 2), ("class", 2)]
         assert all(row["same_text"]["same"] == 2 for row in method["by_task"]["tasks"])
     assert texts_line(measured[0.0]) == [
-        "texts the same as plain's, by token ids: plain 4 of 4; skip 4 of 4; hf-prompt-lookup 4 of 4"
+        "texts identical to plain decoding's, by token ids: plain 4 of 4; skip 4 of 4; hf-prompt-lookup 4 of 4"
     ]
 
 

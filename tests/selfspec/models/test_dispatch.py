@@ -148,7 +148,7 @@ def split(model):
     ("change", "message"),
     [
         (preloaded, r"'model.layers.0' is offloaded as a whole, .* without preload_module_classes"),
-        (moved_as_a_whole, "the model has a hook or a forward of its own"),
+        (moved_as_a_whole, "the model has a hook or a replaced forward"),
         (without_weights, "'model.embed_tokens' has no weights"),
         (split, r"layer 1 is on two devices \(input_layernorm on cpu, up_proj on meta\); give each"),
     ],
@@ -224,7 +224,7 @@ def test_the_options_of_a_command():
     ("options", "message"),
     [
         (("auto", "everywhere", None, None), "device map 'everywhere' is not known; known: auto, balanced, "),
-        (("cpu", "auto", None, None), "--device cpu and --device-map: expected one of them"),
+        (("cpu", "auto", None, None), "--device cpu and --device-map: expected only one of these options"),
         (
             ("auto", None, "cpu=1GiB", None),
             "--max-memory is for models spread over devices; expected --device-map auto too",

@@ -111,7 +111,7 @@ def test_linears_are_parts_of_one_product(bits, make):
     over = second.with_outputs(torch.tensor([5, 0]))
     torch.testing.assert_close(over(x[0]), expected[0][:, [5, 0]])
     assert set(second.state_dict()) == {"weight", "bias"}
-    with pytest.raises(SelfspecError, match="kept as in the file stay on the CPU"):
+    with pytest.raises(SelfspecError, match="quantised GGUF weights stay on the CPU"):
         second.to(torch.bfloat16)
     assert second.to("cpu") is second
 

@@ -494,7 +494,7 @@ def said():
 
 def check_without(monkeypatch):
     """What the rest does where there are no functions."""
-    with pytest.raises(SelfspecError, match="native products"):
+    with pytest.raises(SelfspecError, match="native kernels"):
         apply_layout_(single(), "native")
     monkeypatch.setattr(layout, "measure_layouts", measure_layouts)
     monkeypatch.setattr(layout, "_BUDGET", 0)
@@ -506,7 +506,7 @@ def check_without(monkeypatch):
 
 def test_they_can_be_turned_off(monkeypatch, anew):
     monkeypatch.setenv("SELFSPEC_NATIVE", "0")
-    assert said() == "native products are turned off by SELFSPEC_NATIVE=0"
+    assert said() == "native kernels are turned off by SELFSPEC_NATIVE=0"
     check_without(monkeypatch)
     assert "native" not in kernel_times(torch.randn(8, 64), 8)
     assert not anew.exists()
@@ -515,20 +515,20 @@ def test_they_can_be_turned_off(monkeypatch, anew):
 def test_without_a_compiler_it_is_said_what_to_install(monkeypatch, anew):
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     assert said() == (
-        "native products need a C++ compiler; none found (no-such-compiler -O1); install g++, or name one by CXX"
+        "native kernels: no C++ compiler found (no-such-compiler -O1); install g++, or set CXX to a compiler"
     )
     check_without(monkeypatch)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(anew))
     assert said() == (
-        "native products need a C++ compiler; none found (c++, g++, clang++); install g++, or name one by CXX"
+        "native kernels: no C++ compiler found (c++, g++, clang++); install g++, or set CXX to a compiler"
     )
 
 
 def test_what_a_compiler_that_fails_says_is_said(monkeypatch, tmp_path, anew):
     name = compiler(tmp_path, "echo 'In file included:' >&2; echo 'native.cpp:3: error: not today' >&2; exit 1")
     monkeypatch.setenv("CXX", name)
-    assert said() == f"native products: {name} failed: native.cpp:3: error: not today; {native_library._OTHERWISE}"
+    assert said() == f"native kernels: {name} failed: native.cpp:3: error: not today; {native_library._OTHERWISE}"
     check_without(monkeypatch)
     assert [file.suffix for file in anew.iterdir()] == [".failed"], "nothing half made is left"
 
@@ -647,7 +647,7 @@ def test_half_a_file_is_not_even_loaded(put, monkeypatch):
 def test_a_compiler_that_is_no_command_is_none(monkeypatch, anew, nonsense):
     monkeypatch.setenv("CXX", nonsense)
     monkeypatch.setenv("PATH", str(anew))
-    assert "need a C++ compiler; none found" in said()
+    assert "no C++ compiler found" in said()
 
 
 @needs_native

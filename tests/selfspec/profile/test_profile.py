@@ -262,7 +262,7 @@ KINDS = "plain, layer-skip, lookup, recycle, swift, clasp, input, jacobi, lookah
         (f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}", "parts.a.sha256: .* got '0'"),
         ("model: {layers: 4\nskip: ]", "line 2: not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),
-        (V2 + "draft: {kind: clasp, skip_layers: 5}", "draft.skip_layers: 5 layers; the model has 4"),
+        (V2 + "draft: {kind: clasp, skip_layers: 5}", "draft.skip_layers: 5; expected at most the model's 4"),
         ('a: "\\U80000000"', "not valid YAML"),  # beyond what a character's number may be
         ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
         ("version: 2\na: &a [*a]", "unknown key|model"),
@@ -322,11 +322,11 @@ def test_shipped_profiles_are_valid_and_found_by_name():
         make_controller(profile.draft.controller)
         assert find_profile_file(name) == profile
     with pytest.raises(
-        SelfspecError, match=r"no such file, and no shipped profile of that name; they are listed by: sel"
+        SelfspecError, match=r"no such file, and no shipped profile of that name; shipped profiles are listed by: s"
     ):
         find_profile_file("nothing")
     with pytest.raises(
-        SelfspecError, match=r"of that name; did you mean stdlib-llama-3.7m\? All are listed by: selfspec"
+        SelfspecError, match=r"of that name; did you mean stdlib-llama-3.7m\? All shipped profiles are listed by: s"
     ):
         find_profile_file("stdlib-llama")
 

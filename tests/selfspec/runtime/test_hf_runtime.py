@@ -172,7 +172,7 @@ def test_few_bits_run_in_full_and_trained_parts_are_refused():
     assert runtime.compile(path).unquantized == ("attention 0", "mlp 2", "head")
     assert runtime.part_bytes("mlp", 0, "int8") is None
     assert runtime.extra_bytes(path) == 0
-    with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2'.* out of reach of trained parts; .* llama"):
+    with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2'.* without access to its modules; .* llama"):
         runtime.register_trained("bridge", SimpleNamespace())
     assert apply_layout_(runtime.model, "auto") == "rows"
     with pytest.raises(SelfspecError, match="layout 'columns' is not for GPT2LMHeadModel; expected auto or rows"):
@@ -182,7 +182,7 @@ def test_few_bits_run_in_full_and_trained_parts_are_refused():
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (OPTConfig(**SMALL, ffn_dim=48), "an attention and an MLP part that could be found; supported are llama, .*"),
+        (OPTConfig(**SMALL, ffn_dim=48), "an attention and an MLP module were found; supported are llama, .*"),
         (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "supported are llama"),
     ],
     ids=["opt", "mamba"],

@@ -72,14 +72,14 @@ def test_each_process_holds_half_of_the_heads(found):
 
 def test_what_reads_whole_weights_is_refused_by_name(found):
     search, hf, trained, embedding = found["refused"]
-    assert "a search cannot be had in tensor parallel" in search
-    assert "selfspec.hf cannot be had in tensor parallel" in hf
-    assert "a path without them" in trained
-    assert "reads the embedding" in embedding
+    assert "a search is not supported in tensor parallel" in search
+    assert "selfspec.hf is not supported in tensor parallel" in hf
+    assert "trained weights are not supported in tensor parallel" in trained
+    assert "the embedding is sharded" in embedding
 
 
 def test_the_first_process_says_that_the_other_is_gone(found):
-    assert found["lost"].startswith("a pass was broken off between the processes that share the model")
+    assert found["lost"].startswith("tensor parallel: a pass was interrupted, so the processes are out of step")
 
 
 def test_the_other_process_says_that_the_first_is_gone(model):
@@ -109,7 +109,7 @@ def test_the_other_process_says_that_the_first_is_gone(model):
     assert both[0].returncode == -9, first
     assert list(map(int, tokens.split())) == whole.tokens
     assert (both[1].returncode, nothing) == (1, "")
-    assert "SelfspecError: process 1 has lost the others that share the model" in second
+    assert "SelfspecError: process 1 has lost the other tensor parallel processes" in second
 
 
 def test_the_command_reads_and_prints_once(model):
@@ -126,7 +126,7 @@ def test_without_torchrun_one_line_says_how(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert re.fullmatch(r"error: tensor parallel wants .*torchrun --nproc-per-node 2 .*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"error: tensor parallel: .*torchrun --nproc-per-node 2 .*\n", capsys.readouterr().err)
     with pytest.raises(selfspec.SelfspecError, match="torchrun"):
         selfspec.load("builtin", tensor_parallel=True)
 

@@ -42,7 +42,7 @@ def send(tab, text, **fields):
 
 def test_an_answer_streams_in_its_colours(opened, toy, chatting):
     tab, asked, wrong = opened(toy)
-    tab.wait_for_selector("#model:has-text('toy, 1024 positions, chat')")
+    tab.wait_for_selector("#model:has-text('toy, 1025 tokens, chat')")
     send(tab, PROMPT, limit=40, seed=3, temperature=0.5)
     tab.wait_for_selector("article.answer:not([aria-busy])")
     expected = continued(chatting.encode([{"role": "user", "content": PROMPT}]), 40)
@@ -101,7 +101,7 @@ def test_an_error_is_shown_as_text(opened, toy):
     tab, _, _ = opened(toy)
     tab.wait_for_selector("#model:has-text('toy')")
     send(tab, "<img src=x onerror=alert(1)>", limit=5000)
-    tab.wait_for_selector("article.wrong[role=alert]:has-text('outgrow the context')")
+    tab.wait_for_selector("article.wrong[role=alert]:has-text('tokens that fit')")
     assert tab.locator("article.user").text_content() == "<img src=x onerror=alert(1)>"
     assert tab.locator("article.answer").count() == 0
 

@@ -36,13 +36,13 @@ def test_skip_map_of_modes():
     text = reading.skip_map(Profile(model=Identity(layers=4), draft=LayerSkipSpec.from_path(DraftPath(head="int8"))))
     assert "skipped" not in text
     assert "bits per weight" not in text, "the sizes are not known"
-    assert "With rounded weights run the head in int8" in text
+    assert "With quantised weights run the head in int8" in text
 
 
 def test_acceptance_by_confidence():
     text = reading.acceptance_by_confidence(Profile(model=Identity(layers=4), acceptance=CURVE))
     assert "30% at 0.1, 70% at 0.5" in text
-    assert "the second is the right one 20% of the time" in text
+    assert "the second candidate is right 20% of the time" in text
 
 
 def test_study():
@@ -50,13 +50,14 @@ def test_study():
     trials = trials_frame(ledger)
     text = reading.sensitivity(sensitivity_frame(ledger))
     assert "always 2 tokens" in text
-    assert "needs the MLP of layer 0 most (-46%) and the attention of layer 0 least (+8%); 1 of 3 pay" in text
+    assert "needs the MLP of layer 0 most (-46%) and the attention of layer 0 least (+8%); 1 of 3 parts gain" in text
     text = reading.pareto(trials)
-    assert "3 of 4 are beaten by none in both, from 60% accepted at 0.60 of a plain step to 90% at 0.90" in text
-    assert "The fastest by prediction is accepted at 80% and costs 0.80." in text
+    assert "3 of 4 skip sets are on the Pareto front" in text
+    assert "better in both: from 60% accepted at 0.60 of a plain decode step to 90% at 0.90." in text
+    assert "highest predicted speed has 80% accepted at a cost of 0.80." in text
     text = reading.speedup_against_skipped(trials)
     assert "at 2 sub-layers (2 attentions, 0 MLPs), predicted 1.20 times" in text
-    assert "2 of 3 whole trials" in text
+    assert "2 of 3 unpruned trials" in text
     text = reading.progress(trials)
     assert "0.90 with the first trial and 1.20 with trial 2 of 4, after 4 of 8 seconds" in text
     assert "the 2 trials after it" in text
@@ -101,7 +102,8 @@ def test_bench():
     ]
     text = reading.bench_bars(pd.DataFrame(rows, columns=columns))
     assert (
-        "At temperature 0 the fastest beside plain decoding is skip, 1.20 times its speed (1.1 to 1.4: faster" in text
+        "At temperature 0 the fastest method besides plain decoding is skip, 1.20 times its speed (1.1 to 1.4: faster"
+        in text
     )
-    assert "at temperature 0.8 the fastest beside plain decoding is hf" in text
+    assert "at temperature 0.8 the fastest method besides plain decoding is hf" in text
     assert "not told apart from it)." in text

@@ -31,7 +31,7 @@ def test_hovering_says_what_is_known():
     drafted = TokenEvent(3, "z", Origin.ACCEPTED_DRAFT, 4, place=2, confidence=0.75, source="lookup")
     assert [span["title"] for span in Read(tokens_html([corrected, drafted])).spans] == [
         'corrected; round 4; the model\'s probability 0.500; rejected: " \\"x\\"\\n" (0.250), "y"',
-        "accepted draft; round 4; place 2 of the draft; from: lookup; the draft's confidence 0.750",
+        "accepted draft; round 4; position 2 in the draft; from: lookup; the draft's confidence 0.750",
     ]
 
 

@@ -60,7 +60,7 @@ class TestParquet:
             ({"template": "{q}{x}"}, r"a\.parquet: no column 'x' \(there are"),
             ({"column": "n"}, r"a\.parquet: holds no prompts; expected rows whose 'n' is a text"),
             ({"column": "image"}, r"holds no prompts; expected rows whose 'image' is a text"),
-            ({"template": "{q}{image}"}, r"holds no prompts; expected rows whose 'q' and 'image' are there, texts"),
+            ({"template": "{q}{image}"}, r"holds no prompts; expected rows whose 'q' and 'image' are texts"),
         ],
     )
     def test_wrong_columns(self, tmp_path, options, message):

@@ -100,7 +100,7 @@ def test_its_profiles_give_plain_decodings_text(llm, fitted):
     plain = llm.generate(PROMPT, max_new_tokens=32).tokens
     for path, said in zip(
         fitted.profiles,
-        ("drafts by the trained head eagle; proposers: lookup", "the trained head eagle below"),
+        ("drafts by the trained head eagle; proposers: lookup", "lookup tokens of the trained head eagle"),
         strict=True,
     ):
         profile = read_profile(path)

@@ -118,8 +118,8 @@ def test_acceptance_by_confidence():
     curve = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])
     axes = acceptance_by_confidence(profile(acceptance=curve)).axes[0]
     assert line(axes, "the drafted token is right") == [(0.1, 0.3), (0.5, 0.7)]
-    assert line(axes, "then the next one is right, too") == [(0.1, 0.5), (0.5, 0.6)]
-    assert line(axes, "candidate 2 is right in its stead") == [(0.1, 0.2), (0.5, 0.1)]
+    assert line(axes, "the next token is right, too") == [(0.1, 0.5), (0.5, 0.6)]
+    assert line(axes, "candidate 2 is right instead") == [(0.1, 0.2), (0.5, 0.1)]
     assert "confidence" in axes.get_xlabel()
     looks = {(drawn.get_marker(), drawn.get_linestyle()) for drawn in axes.lines}
     assert len(looks) == len(axes.lines), "told apart without colours"
@@ -141,7 +141,7 @@ def test_sensitivity():
     assert mesh.get_array().filled(9).tolist() == [[0.1, 9], [-0.2, 0]]
     assert (mesh.norm.vmin, mesh.norm.vmax) == (-0.2, 0.2), "as far on both sides of 0"
     assert [text.get_text() for text in axes.texts] == ["+10%", "-20%", "0%"]
-    assert "speed of drafts" in axes.get_title(loc="left")
+    assert "gain in speedup" in axes.get_title(loc="left")
     assert any("%" in label.get_text() for label in bar.get_yticklabels())
 
 
@@ -160,20 +160,20 @@ def test_sensitivity_of_whole_layers_and_of_nothing():
 
 def test_pareto():
     axes = pareto(TRIALS).axes[0]
-    assert line(axes, "beaten by none") == [(0.6, 0.6), (0.8, 0.8), (0.9, 0.9)]
+    assert line(axes, "Pareto front") == [(0.6, 0.6), (0.8, 0.8), (0.9, 0.9)]
     assert points(axes) == {
         "trial": [(0.9, 0.9), (0.8, 0.8), (0.6, 0.6)],
-        "pruned: of a share of the texts": [(0.7, 0.5)],
+        "pruned: on a part of the texts": [(0.7, 0.5)],
         "fastest": [(0.8, 0.8)],
     }
     assert "draft cost" in axes.get_xlabel()
-    assert "plain decoding steps" in axes.get_xlabel()
+    assert "plain decode steps" in axes.get_xlabel()
     assert "accepted" in axes.get_ylabel()
 
 
 def test_speedup_against_skipped():
     axes = speedup_against_skipped(TRIALS).axes[0]
-    assert line(axes, "best of its number") == [(1, 0.9), (2, 1.2)]
+    assert line(axes, "best by number skipped") == [(1, 0.9), (2, 1.2)]
     assert points(axes)["fastest"] == [(2, 1.2)], "a pruned trial's figures are of a share of the texts"
     assert sum(map(len, points(axes).values())) == 5, "every trial, and the fastest marked"
     assert labels(axes) == ("sub-layers skipped while drafting", "predicted speedup over plain decoding")
@@ -306,4 +306,4 @@ def test_trainings():
     places = pd.DataFrame({"kind": ["a", "a"], "place": [1, 2], "acceptance": [0.5, 0.2]})
     (axes,) = acceptance_by_place(places).axes
     assert line(axes, "a") == [(1.0, 0.5), (2.0, 0.2)]
-    assert labels(axes) == ("place in the draft", "right up to there")
+    assert labels(axes) == ("position in the draft", "drafts right up to there")

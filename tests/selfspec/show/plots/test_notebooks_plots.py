@@ -99,7 +99,7 @@ def test_controllers_and_candidates():
         }
     )
     figure = controllers.controllers(frame)
-    assert {"1.00", "1.10", "1.20", "1.30", "fixed", "rate", "chains", "up to 3 candidates a place"} <= texts(figure)
+    assert {"1.00", "1.10", "1.20", "1.30", "fixed", "rate", "chains", "up to 3 candidates each"} <= texts(figure)
     left, right = controllers.candidates(frame).axes
     assert lines(left)["rate"].get_ydata().tolist() == [1.1, 1.3]
     assert lines(left)["perfect stopping"].get_ydata().tolist() == [1.4, 1.6]
