@@ -31,7 +31,11 @@ def machine(device: torch.device) -> str:
 
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
+    names = (
+        [line for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if "model name" in line]
+        if cpuinfo.exists()
+        else []
+    )
     name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
     return f"{name}, {len(names) or 1} cores" if names else name
 

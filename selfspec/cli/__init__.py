@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -15,6 +16,9 @@ def main() -> None:
 
     if sys.stdout is None:
         _fail("standard output is closed; expected an open one, such as a file or /dev/null")
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal shows other characters as escapes
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
     except SelfspecError as error:

@@ -66,7 +66,7 @@ def _put(console: Console, origin: Origin | None, text: str) -> None:
     if origin is not None:
         show(console, origin, text)
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(text.translate(_CONTROLS) if console.is_terminal else text)
         sys.stdout.flush()
 
 

@@ -78,7 +78,7 @@ def _text(options: GenerateCommand) -> str:
         raise SelfspecError("no prompt: give it as an argument or on standard input")
     else:
         try:
-            prompt = sys.stdin.buffer.read().decode("utf-8")
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise SelfspecError(f"standard input: not UTF-8 text (byte {error.start})") from None
     if not prompt:

@@ -113,7 +113,7 @@ def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
         options.generation_config,
         options.settings,
         options.regex,
-        None if options.json_schema is None else options.json_schema.read_text(),
+        None if options.json_schema is None else options.json_schema.read_text(encoding="utf-8"),
         str(llm.runtime.dtype),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

@@ -89,8 +89,8 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
     settings = _settings(command, llms[0].name)
     many = f"{len(workers)} replicas of {limits.rows} sequences" if len(workers) > 1 else f"{limits.rows} sequences"
     with Service(llms[0], pool, settings) as service:
-        stderr().print(f"serving {settings.names[0]} at {url(sock)} ({many})", markup=False, soft_wrap=True)
-        serve(service, sock)
+        line = f"serving {settings.names[0]} at {url(sock)} ({many})"
+        serve(service, sock, ready=lambda: stderr().print(line, markup=False, soft_wrap=True))
 
 
 def _adapters(specs: Sequence[str]) -> dict[str, str]:
@@ -111,6 +111,7 @@ def _settings(command: ServeCommand, name: str) -> Settings:
     return Settings(
         names=(*(command.served_model_name or [name]), *_adapters(command.adapter or ())),
         api_key=command.api_key,
+        cors_origins=tuple(command.cors_origin or ()),
         rows=limits.rows,
         queue=limits.queue,
         max_tokens=limits.max_tokens,

@@ -111,6 +111,14 @@ class ServeCommand:
             rich_help_panel=_WHO,
         ),
     ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Origin of web pages that may send requests, such as https://app.example; can be repeated; *: any.",
+            rich_help_panel=_WHO,
+        ),
+    ] = None
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(

@@ -133,6 +133,7 @@ class Engine:
 
     def step(self) -> list[tuple[SequenceState, Outcome]]:
         """Run one round of every sequence that may still emit; sequences that end in it leave."""
+        self.runtime.turn_lock.note_progress()
         limits = self._limits()
         seqs = list(limits)
         if not seqs:

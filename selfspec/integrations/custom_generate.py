@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
+    GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -313,10 +314,14 @@ def _pad(config: GenerationConfig, ends: frozenset[int]) -> int:
 
 
 def _streamer_of(frame: FrameType | None) -> Any:
-    """Return the streamer of the call of generate, a local variable of the caller of `frame`; None if there is none.
+    """Return the streamer of the nearest call of `transformers`' generate around `frame`; None if there is none.
 
     `transformers`' generate does not pass its streamer to a custom method, but has already put the prompt into it, so
-    that a consumer of the streamer would wait forever if no token followed.
+    that a consumer of the streamer would wait forever if no token followed. Functions that wrap the custom method stand
+    between it and generate.
     """
-    caller = None if frame is None else frame.f_back
-    return None if caller is None else caller.f_locals.get("streamer")
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GenerationMixin.__module__:
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    return None

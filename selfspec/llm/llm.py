@@ -185,6 +185,15 @@ class LLM:
         self.check_context(len(ids), as_integer(max_new_tokens, "max_new_tokens", least=1))
         return ids
 
+    @property
+    def timeout(self) -> float:
+        """Seconds without progress after which another thread's generation is no longer waited for (`BusyError`)."""
+        return self.runtime.turn_lock.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.runtime.turn_lock.timeout = seconds
+
     def max_new(self, n: int) -> int:
         """Return the most new tokens that fit the context after `n` prompt tokens; the last one needs no position."""
         return self.runtime.skeleton.context - n + 1

@@ -138,7 +138,7 @@ def preparation(profile: Profile) -> float | None:
         for file in [*files, *([own] if own is not None else [])]:
             story = (profile.folder / file).with_suffix(".json")
             if story.is_file():
-                seconds.append(json.loads(story.read_text())["seconds"])
+                seconds.append(json.loads(story.read_text(encoding="utf-8"))["seconds"])
     return sum(seconds) / 60 if seconds else None
 
 

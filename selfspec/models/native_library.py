@@ -61,7 +61,7 @@ def _library(wanted: str, compiler: str) -> Any:
     command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
     if command is None:
         return f"native kernels: no C++ compiler found ({', '.join(names)}); install g++, or set CXX to a compiler"
-    sources = [part.read_text() for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
+    sources = [part.read_text(encoding="utf-8") for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
@@ -121,7 +121,7 @@ def _own(path: Path) -> bool:
 
 def _instructions() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 

@@ -75,7 +75,7 @@ class AnswerHistory:
         text = [*prompt[-BEFORE:], *answer]
         header = {"format": _FORMAT, "vocabulary": self._vocabulary}
         try:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 if not file.tell():
                     file.write(json.dumps(header))
                 file.write(f"\n{json.dumps(text, separators=(',', ':'))}")  # the leading newline isolates a torn line

@@ -7,7 +7,6 @@ and the attention call itself; the decode loop calls it.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from selfspec.basics.errors import BusyError, SelfspecError
+from selfspec.basics.errors import SelfspecError
 from selfspec.models.low_precision import Kernel
 from selfspec.models.skeleton import read_skeleton
 from selfspec.runtime.attention_inputs import PassInputs
@@ -29,6 +28,7 @@ from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
 from selfspec.runtime.paged import BlockTables, PagedCache
 from selfspec.runtime.rotary import rotary_tables
+from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
@@ -101,7 +101,7 @@ class Runtime:
     def _reset(self, rows: int, pool: BlockTables | None) -> None:
         """Allocate an empty cache, and reset all state that belongs to a session."""
         self.rows, self.pool = rows, pool
-        self._lock = threading.Lock()
+        self.turn_lock = TurnLock()
         self._has_hooks = False  # whether any module has a hook, which a graph replay would not run
         if pool is None or self.native:
             self._allocate(0)
@@ -112,14 +112,13 @@ class Runtime:
 
     @contextmanager
     def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
-        """Lock the runtime for one caller, which needs `slots` cache slots per row. Raises `BusyError` if it is locked.
+        """Lock the runtime for one caller, which needs `slots` cache slots per row.
+
+        Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
 
         The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
         """
-        if not self._lock.acquire(blocking=False):
-            raise BusyError(
-                "this model is still generating; exhaust or close() the first stream, or load a second model"
-            )
+        self.turn_lock.acquire()
         try:
             for row in range(0 if reuse else self.rows):
                 self.cache.clear(row)
@@ -128,7 +127,7 @@ class Runtime:
             self._has_hooks = self._recorder is not None and has_hooks(self.skeleton.parts.called())
             yield
         finally:
-            self._lock.release()
+            self.turn_lock.release()
 
     def reserve(self, slots: int) -> None:
         """Grow the cache to at least `slots` slots per row, keeping committed slots. Call within a session.

@@ -8,7 +8,6 @@ by an instance-level forward that returns zeros, set for one pass. No class is p
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from selfspec.runtime.forward import Runtime
 from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
 from selfspec.runtime.module_hooks import capture_hidden, first_of, skipping
 from selfspec.runtime.paged import BlockTables
+from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import FULL, DraftPath, Mode
 from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
@@ -167,7 +167,7 @@ class GenericRuntime(Runtime):
         if pool is not None:
             raise SelfspecError("paged KV cache: this model runs by its own forward; expected blocks=None")
         self.rows, self.pool = rows, None
-        self._lock = threading.Lock()
+        self.turn_lock = TurnLock()
         self._allocate(0)
 
     @torch.inference_mode(False)

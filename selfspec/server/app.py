@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -21,6 +22,10 @@ def make_app(service: Service) -> FastAPI:
     """Return the app of a service, whose worker pool must be running when requests arrive."""
     app = FastAPI(title="selfspec", openapi_url=None)
     app.add_middleware(AuthMiddleware, api_key=service.settings.api_key, log=service.log)
+    if origins := service.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _no_such)
     app.add_exception_handler(Exception, _failed)

@@ -39,7 +39,7 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, log: Log) -> None:
         self._app, self._log = app, log
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -70,11 +70,14 @@ class AuthMiddleware:
         return None
 
     def _known(self, scope: Scope) -> bool:
-        """Return whether a request has the API key or needs none; the key is compared in constant time."""
-        if self._key is None or not scope["path"].startswith("/v1"):
+        """Return whether a request has the API key or needs none; the key is compared in constant time.
+
+        The scheme's name is case-insensitive (RFC 9110). An OPTIONS request needs no key, as browsers send none.
+        """
+        if self._key is None or not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
             return True
-        authorization = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(authorization, self._key)
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
 
 
 _NO_KEY = ApiError(

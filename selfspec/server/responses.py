@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
@@ -100,25 +101,24 @@ class Answer(Response):
         return JSONResponse(self._framed(shape.response_object, choices) | {"usage": usage(call)})
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream the events. The HTTP status is sent after the first update, so that an early error can set it."""
-        updates = self._call.updates()
-        first = await anext(updates)
-        if (problem := _problem([first])) is not None:
-            return await refusal(problem)(scope, receive, send)
+        """Stream the events. The head is sent at once, so that an error before the first token is an event, too."""
         headers = [(name.encode(), value.encode()) for name, value in _EVENTS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self._events(first, updates):
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        async for event in self._events(self._call.updates()):
             await send({"type": "http.response.body", "body": event, "more_body": True})
         return await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, first: TextUpdate, rest: AsyncIterator[TextUpdate]) -> AsyncIterator[bytes]:
-        yield _event(self._piece(first))
-        async for update in rest:
-            if update.error is not None:
-                yield _event(update.error.as_dict())
+    async def _events(self, updates: AsyncIterator[TextUpdate]) -> AsyncIterator[bytes]:
+        async for update in updates:
+            if (problem := update.error or (None if any(self._begun) else _problem([update]))) is not None:
+                yield _event(problem.as_dict())
                 break
-            if update.text or update.logprobs or update.ended or update.spans:
-                yield _event(self._piece(update))
+            has_text = update.text or update.logprobs or update.spans
+            if has_text or not update.ended:
+                yield _event(self._piece(replace(update, ended=False)))
+            if update.ended:  # the finish reason comes in an event of its own
+                yield _event(self._piece(replace(update, text="", logprobs=(), spans=()) if has_text else update))
         if self._call.parsed.usage:
             yield _event(self._framed(self._shape.chunk_object, []) | {"usage": usage(self._call)})
         yield b"data: [DONE]\n\n"

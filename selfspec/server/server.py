@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import h11
@@ -47,11 +48,11 @@ def url(sock: socket.socket) -> str:
 class Server(uvicorn.Server):
     """An HTTP server with a graceful shutdown.
 
-    After the first signal only running requests continue, for at most `Settings.grace` seconds. A second signal ends
-    all requests.
+    `ready`: called once the server listens. After the first signal only running requests continue, for at most
+    `Settings.grace` seconds. A second signal ends all requests.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, *, ready: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             make_app(service),
             http=_impatient(service.settings.reading),
@@ -64,8 +65,13 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=LAST,
         )
         super().__init__(config)
-        self._service = service
+        self._service, self._ready = service, ready
         self._end: float | None = None  # `time.monotonic` at which running requests are ended; None: no shutdown yet
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, then call `ready`."""
+        await super().startup(sockets)
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to exit."""
@@ -84,9 +90,12 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(service: Service, sock: socket.socket) -> None:
-    """Serve requests until SIGINT or SIGTERM; `service` must have been entered, and `sock` bound."""
-    asyncio.run(Server(service).serve(sockets=[sock]))
+def serve(service: Service, sock: socket.socket, *, ready: Callable[[], None] = lambda: None) -> None:
+    """Serve requests until SIGINT or SIGTERM; `service` must have been entered, and `sock` bound.
+
+    `ready`: called once the server listens.
+    """
+    asyncio.run(Server(service, ready=ready).serve(sockets=[sock]))
 
 
 def _impatient(seconds: float) -> type[H11Protocol]:

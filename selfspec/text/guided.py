@@ -7,8 +7,11 @@ another prefix. The draft's and the target's distributions are therefore masked 
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,14 +86,60 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
             grammar = LLMatcher.grammar_from_regex(regex)
         else:
             assert json_schema is not None
-            schema = json_schema if isinstance(json_schema, str) else json.dumps(dict(json_schema))
-            grammar = LLMatcher.grammar_from_json_schema(schema)
+            return _grammar_of_schema(json.loads(json_schema) if isinstance(json_schema, str) else dict(json_schema))
         problem = LLMatcher.validate_grammar(grammar)
     except (ValueError, TypeError) as error:
         problem = str(error)
     if problem and not problem.startswith("WARNING"):
         raise SelfspecError(f"{what}: {_reason(problem)}")
     return grammar
+
+
+def _grammar_of_schema(schema: Any) -> str:
+    """Return the grammar of a JSON schema.
+
+    Formats that `llguidance` does not know are annotations, which constrain nothing (JSON Schema 7.2.1). `oneOf` is
+    served as `anyOf`, with a warning, where `llguidance` cannot show that the alternatives exclude each other. Raises
+    `SelfspecError` for a schema that cannot be followed.
+    """
+    from llguidance import LLMatcher
+
+    if any("patternProperties" in part and part["patternProperties"] for part in _subschemas(schema)):
+        raise SelfspecError("JSON schema: patternProperties cannot be followed; expected properties, by their names")
+    options: dict[str, bool] = {}
+    schema = copy.deepcopy(schema)
+    while True:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        problem = LLMatcher.validate_grammar(grammar)
+        unknown = re.search(r"Unknown format: (.*)", problem)
+        if unknown is not None:
+            named = [part for part in _subschemas(schema) if part.get("format") == unknown[1].strip()]
+            for part in named:
+                del part["format"]
+            if named:
+                continue
+        if "coerce_one_of" in problem and not options:
+            warnings.warn("JSON schema: oneOf is followed as anyOf, as its alternatives may overlap", stacklevel=4)
+            options = {"coerce_one_of": True}
+            continue
+        if problem and not problem.startswith("WARNING"):
+            raise SelfspecError(f"JSON schema: {_reason(problem)}")
+        return str(grammar)
+
+
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a JSON schema and all schemas in it; keys that name properties or definitions are not keywords."""
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _subschemas(entry)
+    elif isinstance(schema, dict):
+        yield schema
+        for keyword, value in schema.items():
+            if keyword in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
+                if isinstance(value, dict):
+                    yield from _subschemas(list(value.values()))
+            elif keyword not in ("const", "enum", "default", "examples"):
+                yield from _subschemas(value)
 
 
 def _reason(problem: str) -> str:

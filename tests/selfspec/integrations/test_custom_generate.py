@@ -391,3 +391,25 @@ def test_wrong_arguments():
 
 def test_it_is_public():
     assert selfspec.hf is hf
+
+
+def test_a_function_around_it_keeps_the_streamer(model, drafted):
+    class Noting:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    def wrapped(*args, **kwargs):
+        return drafted(*args, **kwargs)
+
+    streamer = Noting()
+    out = model.generate(
+        **batch(PROMPTS[0]), max_new_tokens=NEW, do_sample=False, streamer=streamer, custom_generate=wrapped
+    )
+    assert streamer.tokens == out[0].tolist()
+    assert streamer.ended

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
+from selfspec.runtime.turn_lock import TurnLock
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.identity import Identity
 
@@ -162,23 +164,71 @@ def test_a_held_stream_is_closed_or_in_the_way(llm):
     assert list(stream) == []
 
 
-def test_another_thread_is_refused_not_mixed_up(llm):
+def in_threads(calls):
+    """The results of calls, each in a thread of its own that begins after the last one waits; errors are results."""
+    results = [None] * len(calls)
+
+    def run(number, call):
+        try:
+            results[number] = call()
+        except BusyError as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    return threads, results
+
+
+def test_threads_wait_their_turn(llm, drafter):
+    """Each text is what it is alone, greedy and seeded, whatever the others are."""
+    how = [{"max_new_tokens": 8 + n, **({} if n % 2 else {"temperature": 0.8, "seed": n})} for n in range(8)]
+    expected = [llm.generate(PROMPT, drafter=drafter, **options).tokens for options in how]
+    calls = [lambda options=options: llm.generate(PROMPT, drafter=drafter, **options).tokens for options in how]
+    threads, results = in_threads(calls)
+    for thread in threads:
+        thread.join()
+    assert results == expected
+
+
+def test_first_come_first_served():
+    lock, order = TurnLock(), []
+    lock.acquire()
+    threads = []
+    for number in range(4):
+        threads.append(
+            threading.Thread(target=lambda number=number: (lock.acquire(), order.append(number), lock.release()))
+        )
+        threads[-1].start()
+        while len(lock._queue) < number + 2:
+            time.sleep(0.001)
+    lock.release()
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_stream_in_another_thread_is_waited_for(llm):
+    """Until it ends, or makes no progress for `timeout` seconds."""
     stream = llm.stream(PROMPT, max_new_tokens=20)
     next(stream)
-    errors = []
-
-    def other():
-        try:
-            llm.generate(PROMPT, max_new_tokens=2)
-        except BusyError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
+    threads, results = in_threads([lambda: llm.generate(PROMPT, max_new_tokens=2).tokens])
     assert "".join(stream) != ""
+    threads[0].join()
+    assert results == [llm.generate(PROMPT, max_new_tokens=2).tokens]
     assert stream.result.tokens == llm.generate(PROMPT, max_new_tokens=20).tokens
+
+    before, llm.timeout = llm.timeout, 0.05
+    stream = llm.stream(PROMPT, max_new_tokens=20)
+    next(stream)
+    threads, results = in_threads([lambda: llm.generate(PROMPT, max_new_tokens=2)])
+    threads[0].join()
+    llm.timeout = before
+    assert "no progress for 0.05 seconds" in str(results[0])
+    with pytest.raises(BusyError, match="still generating"):  # its own thread would wait for itself
+        llm.generate(PROMPT, max_new_tokens=2)
+    stream.close()
+    assert len(llm.generate(PROMPT, max_new_tokens=2).tokens) == 2
 
 
 @pytest.mark.parametrize("make", [tuple, torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids]])

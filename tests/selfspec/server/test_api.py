@@ -11,6 +11,9 @@ import pytest
 from batches import ToyBatch, continued
 from servers import served, until
 
+from selfspec.llm.batch import Batch
+from selfspec.llm.batch_memory import slot_bytes
+
 PROMPT = "def main(args):"
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -161,7 +164,9 @@ def test_log_probabilities(client, expected):
         [one.token] for one in answer.logprobs.content
     ]
     pieces = client.chat.completions.create(**how, stream=True)
-    streamed = [one for piece in pieces for one in (piece.choices[0].logprobs or answer.logprobs).content]
+    told = [piece.choices[0].logprobs for piece in pieces]
+    assert told[-1] is None, "the finish"
+    streamed = [one for logprobs in told[:-1] for one in logprobs.content]
     assert streamed == answer.logprobs.content
 
 
@@ -252,3 +257,37 @@ def test_replicas_share_one_queue(chatting, expected):
         assert {choice.text for choice in answer.choices} == {expected(PROMPT, 8)}
         assert [batch.most for batch in batches] == [2, 2]
         assert sum(batch.counters.tokens for batch in batches) == 48
+
+
+def test_equivalent_numbers(client):
+    """As clients send them: whole numbers as floats, no seed, no stop; and top_p 0 is greedy."""
+    greedy = client.completions.create(model="toy", prompt=PROMPT, max_tokens=5, temperature=0).choices[0].text
+    same = {"model": "toy", "prompt": PROMPT, "max_tokens": 5.0, "n": 1.0, "seed": -1, "stop": ""}
+    for how in ({"temperature": 0}, {"temperature": 1e-7}, {"top_p": 0}):
+        assert client.completions.create(**same, **how).choices[0].text == greedy
+
+
+def test_the_finish_comes_in_an_event_of_its_own(client):
+    events = list(client.completions.create(model="toy", prompt=PROMPT, max_tokens=1, stream=True))
+    assert [event.choices[0].finish_reason for event in events] == [None, "length"]
+    assert events[0].choices[0].text
+    assert events[1].choices[0].text == ""
+
+
+def test_a_limit_that_is_left_out_is_what_fits(llm):
+    """Of context, memory and max_model_len the least; what the server tells as its limit is one that it serves."""
+    batch = Batch(llm, rows=1, memory=400 * slot_bytes(llm.runtime) / 2**30)
+    with served(llm, batch) as one, openai.OpenAI(base_url=f"{one.url}/v1", api_key="-", max_retries=0) as client:
+        most = client.models.list().data[0].max_model_len
+        assert most < llm.runtime.skeleton.context
+        ids = [5] * 40
+        answer = client.completions.create(model="toy", prompt=ids, temperature=0)
+        assert answer.usage.completion_tokens <= most - 40
+        assert client.completions.create(model="toy", prompt=[5] * (most - 1), max_tokens=1, temperature=0).choices
+        with pytest.raises(openai.BadRequestError, match="expected at most"):
+            client.completions.create(model="toy", prompt=ids, max_tokens=most - 39)
+    limited = served(llm, Batch(llm, rows=2), max_model_len=50)
+    with limited as one, openai.OpenAI(base_url=f"{one.url}/v1", api_key="-", max_retries=0) as client:
+        assert client.models.list().data[0].max_model_len == 50
+        answer = client.completions.create(model="toy", prompt=[5] * 40, temperature=0)
+        assert answer.usage.completion_tokens <= 10

@@ -156,6 +156,45 @@ def test_wrong_grammars_are_refused(llm, options, message):
         llm.guide(**options)
 
 
+def test_a_schema_that_cannot_be_followed_is_refused(llm):
+    """And a property that only has the keyword's name is a property."""
+    wrong = {"type": "object", "properties": {"a": {"type": "object", "patternProperties": {"^b": {"type": "string"}}}}}
+    with pytest.raises(
+        SelfspecError, match="patternProperties cannot be followed; expected properties, by their names"
+    ):
+        llm.guide(json_schema=wrong)
+    right = {
+        "type": "object",
+        "properties": {"patternProperties": {"type": "integer"}},
+        "required": ["patternProperties"],
+    }
+    text = llm.generate(PROMPT, max_new_tokens=NEW, guide=llm.guide(json_schema=right)).text
+    assert '"patternProperties"' in text
+
+
+@pytest.mark.parametrize("name", ["password", "byte", "our-own"])
+def test_unknown_formats_constrain_nothing(llm, name):
+    schema = {
+        **SCHEMA,
+        "properties": {**SCHEMA["properties"], "name": {"type": "string", "maxLength": 8, "format": name}},
+    }
+    guides = [llm.guide(json_schema=schema), llm.guide(json_schema=SCHEMA)]
+    text, other = (llm.generate(PROMPT, max_new_tokens=NEW, guide=guide).text for guide in guides)
+    assert text == other
+
+
+def test_one_of_is_followed_as_any_of(llm):
+    """As pydantic writes unions of models whose fields have defaults."""
+    kinds = [
+        {"type": "object", "properties": {key: {"type": "boolean"}, "c": {"type": "boolean"}}, "required": [key]}
+        for key in ("a", "b")
+    ]
+    with pytest.warns(UserWarning, match="oneOf is followed as anyOf"):
+        guide = llm.guide(json_schema={"oneOf": kinds, "x-guidance": {"whitespace_flexible": False}})
+    text = llm.generate(PROMPT, max_new_tokens=NEW, guide=guide).text
+    assert re.match(r'{"[abc]":(true|false)', text)
+
+
 def test_only_what_ends_the_generation_ends_the_text(llm):
     """Of several end tokens that the guide knows, those that the config does not name are no way out."""
     guide = Guide(llm.tokenizer, ends=frozenset([0, 7, 9]), regex="(yes|no)")
