@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
 
 INTERRUPTED = 130  # exit code that typer returns for Ctrl-C
+COLLECT = (50_000, 20, 50)  # the garbage collector's thresholds, see `main`
 
 
 def main() -> None:
@@ -14,6 +17,10 @@ def main() -> None:
     from selfspec.basics.errors import SelfspecError
     from selfspec.cli.app import app
 
+    # Importing torch and transformers makes objects by the hundred thousand. With Python's own thresholds the collector
+    # searches them for .7 s of the start, and for .3 s at the exit unless they are frozen then.
+    gc.set_threshold(*COLLECT)
+    atexit.register(gc.freeze)
     if sys.stdout is None:
         _fail("standard output is closed; expected an open one, such as a file or /dev/null")
     for stream in (sys.stdout, sys.stderr):  # an ASCII terminal shows other characters as escapes
