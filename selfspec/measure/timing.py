@@ -45,7 +45,8 @@ class Runs:
     def ratios(self, name: str, base: str) -> list[float]:
         """Return, for each prompt, the tokens per second of method `name` divided by those of `base`.
 
-        Each ratio is the median over the repetitions of the measurement. Prompts that either method did not run are left out.
+        Each ratio is the median over the measurement's repetitions. Prompts that either method did not run are left
+        out.
         """
         pairs = zip(self.stats[name], self.stats[base], strict=False)
         return [
