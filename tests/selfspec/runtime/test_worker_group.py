@@ -135,7 +135,7 @@ def test_without_torchrun_one_line_says_how(monkeypatch, capsys):
     ("options", "match"),
     [
         (("--compare",), "--compare loads the model more than once"),
-        (("--device", "cpu"), "leave device and device map out"),
+        (("--device", "cpu"), "with a device or device map: expected neither"),
         (("--model", "smollm2-135m.gguf"), "no such file"),
     ],
 )
