@@ -15,11 +15,12 @@ WORTH_TRYING = 0.1  # the head's least share of a draft step for which smaller v
 def with_smaller_head(
     objective: ReplayObjective, score: Score, *, texts: Iterable[Sequence[int]], size: int
 ) -> Score | None:
-    """Score the path of `score` with smaller draft vocabularies; return the best score if it is faster, else None.
+    """Score the path of `score` with smaller draft vocabularies; return the best score if faster than `score`.
 
-    `size`: the vocabulary size. `texts`: token ids, whose most frequent tokens make the draft vocabulary. These texts
-    must not be the scored texts, whose tokens would all be in the draft vocabulary. If the head takes a small part of a
-    draft step, `texts` are not read and None is returned.
+    Returns None if no score is faster, and also, without reading `texts`, if the head takes less than `WORTH_TRYING` of
+    a draft step. `size`: the size of the model's vocabulary. `texts`: token ids, whose most frequent tokens make the
+    draft vocabularies. `texts` must differ from the texts that `objective` scores on: vocabularies counted on the
+    scored texts could hold all tokens of these texts, so the score would be higher than on other texts.
     """
     if not objective.head_share_reaches(WORTH_TRYING, score.path):
         return None

@@ -287,10 +287,10 @@ class SearchOptions:
 
     @property
     def allowed_modes(self) -> tuple[Mode, ...]:
-        """The modes that sub-layers may draft in, sorted as in `MODES`.
+        """The modes that sub-layers may draft in, sorted as in `MODES`: those in `modes`, and always full.
 
-        By default these are all modes, but only full and skip, as in Draft & Verify, with objective "wallclock" or `kv`
-        "own". Raises `SelfspecError` for an unknown mode, and if there is no mode besides full.
+        If `modes` is None: with objective "wallclock" or `kv` "own", full and skip, as in Draft & Verify; otherwise all
+        modes. Raises `SelfspecError` if `modes` has an unknown mode, or none besides full.
         """
         if self.modes is None:
             return MODES if (self.objective, self.kv) == ("replay", "shared") else BYPASSING
@@ -298,10 +298,9 @@ class SearchOptions:
 
     @property
     def proposers(self) -> "tuple[ProposerSpec, ...]":
-        """The sources of lookup tokens that draft steps check.
+        """The sources of lookup tokens that draft steps check; with objective "wallclock" or `kv` "own", no source.
 
-        They are empty unless the objective is "replay" and `kv` is "shared". Raises `SelfspecError` for an unknown
-        source.
+        Raises `SelfspecError` for an unknown source.
         """
         from selfspec.profile.draft_spec import parse_proposers
 
@@ -310,7 +309,7 @@ class SearchOptions:
 
     @property
     def fixed(self) -> "ControllerSpec | None":
-        """The controller that `controller` sets (None: tuned). Raises `SelfspecError` for an invalid controller."""
+        """The controller that `controller` sets (None: not set). Raises `SelfspecError` for an invalid controller."""
         if self.controller is None:
             return None
         from selfspec.controllers import make_controller, parse_controller

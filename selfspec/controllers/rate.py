@@ -24,7 +24,7 @@ class _LearnedCurve:
     """The chances at an acceptance curve's knots, corrected by verification results.
 
     An observation between two knots counts at both, weighted by nearness. The uncorrected value `base` counts for
-    `strength` observations. An observation's weight decays by the factor `memory` with each later observation.
+    `strength` observations. An observation's weight decays by the factor `memory` with each later one at its knots.
     """
 
     def __init__(self, base: Sequence[float], strength: float, memory: float) -> None:
@@ -52,23 +52,28 @@ class RateOptimal(Controller):
     exceed `rate` * t, where `rate` is the tokens that decoding emits in the time of a plain step.
 
     Another token: P, the chance that all tokens drafted so far are accepted, is the product of the payoff model's curve
-    `accepted` at their confidences. The next token is then accepted with chance P * following(c), c the confidence in
-    the last drafted token. Each later token is accepted with chance l if the token before it is, l the mean of
-    `following`. So j more tokens bring P * following(c) * (1 + l + ... + l^(j-1)) expected tokens, and take j draft
-    steps and j more rows to verify. All j are considered, as the cost of a verification pass rises in steps: cheap rows
-    may follow an expensive row.
+    `accepted` at their confidences. The curve's following(c) is the chance that a token is accepted, given that the
+    token drafted before it, with confidence c, is accepted. So the next token is accepted with chance P * following(c),
+    c the confidence in the last drafted token. Each later token is accepted with chance l if the token before it is, l
+    the mean of `following`. So j more tokens bring P * following(c) * (1 + l + ... + l^(j-1)) expected tokens, and take
+    j draft steps and j more rows to verify. All j are considered, as the cost of a verification pass rises in steps:
+    cheap rows may follow an expensive row.
 
-    Candidates: if all tokens before a position are accepted with chance P, its second candidate brings P *
-    candidates[0](c) tokens, the third P * candidates[1](c), and so on. The likeliest candidates of all positions are
-    taken, as many as maximise the gain after subtracting `rate` times the time of their rows.
+    Candidates: candidates[0](c) is the chance that a position's second candidate is right instead of its drafted token,
+    of confidence c; candidates[1](c) is that of the third, and so on. If all tokens before the position are accepted
+    with chance P, its second candidate brings P * candidates[0](c) tokens, the third P * candidates[1](c), .. The
+    likeliest candidates of all positions are taken, as many as maximise the gain after subtracting `rate` times the
+    time of their rows.
 
-    Lookup tokens: n tokens without a drafting cost, with chances c_1, c_2, .., bring 1 + c_1 + c_1 c_2 + .. and take a
-    round of n + 1 rows. If the best n brings more than `rate` times that round, n tokens are verified and nothing is
-    drafted.
+    Lookup tokens cost nothing to draft. If each is right with chance p_1, p_2, .. when all before it are, n of them
+    bring 1 + p_1 + p_1 p_2 + .. tokens, and take the time of a round of n + 1 rows. If the best n brings more tokens
+    than `rate` times that time, n lookup tokens are verified and nothing is drafted.
 
-    `rate` is at least 1, and is updated by each round's tokens. Drafting never goes on below the confidence `floor`,
-    nor beyond `k_max` tokens. `strength`: how many observations the payoff model's curve counts for; `memory`: the
-    factor by which an observation's weight decays with each later observation.
+    `rate`: at the start, the expected tokens in the time of a plain step; then updated by the tokens and the expected
+    time of each round that drafted, and never below 1. Drafting stops after a token of confidence below `floor`, and
+    after `k_max` tokens. The verification of a drafted token is an observation, which corrects the payoff model's
+    curve. `strength`: the weight that the initial curve keeps, in observations. `memory`: the factor by which the
+    weight of an observation or a round decays with each later one.
     """
 
     name: ClassVar[str] = "rate"
@@ -108,7 +113,7 @@ class RateOptimal(Controller):
         return chance
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
-        """Return the probabilities by the acceptance curve; for a draft's first token, `first`."""
+        """Return the two probabilities by the corrected acceptance curve; the first token of a draft has `first`."""
         following = self._following.values
         later = min(sum(following) / len(following), 1.0)
         return self._next_accepted(confidences) if confidences else first, later
@@ -155,7 +160,10 @@ class RateOptimal(Controller):
     def observe(
         self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
     ) -> None:
-        """Update the curve at the verified confidences, and the rate by the round's tokens and expected time."""
+        """Update the curve at the verified confidences, and the rate by the round's tokens and expected time.
+
+        A round without drafted tokens changes nothing.
+        """
         drafted = len(confidences)
         if not drafted:
             return

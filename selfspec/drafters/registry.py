@@ -75,9 +75,10 @@ def register(spec: type[Spec], make: Callable[[Runtime, Spec, Profile], Drafter]
 
 
 def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
-    """Build the drafter that a profile describes: a `Router` if the profile has alternatives (`also`).
+    """Build the drafter that a profile describes.
 
-    Raises `SelfspecError` if the profile does not fit the model.
+    If the profile has alternatives (`also`), this is a `Router` between the profile's own drafter and those of the
+    alternatives. Raises `SelfspecError` if the profile does not fit the model.
     """
     return make_router(profile, lambda alternative: _build_drafter(runtime, alternative))
 
@@ -85,11 +86,11 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 def make_guarded(
     runtime: Runtime, profile: Profile, measure_payoff: Callable[[Runtime, Profile], PayoffModel | None] | None = None
 ) -> Drafter:
-    """Build the drafter that a profile describes, each alternative inside a `Guard`. Raises as `make_drafter` does.
+    """Build the drafter as `make_drafter` does, with a `Guard` around the profile's own drafter and each alternative's.
 
     `measure_payoff(runtime, profile)` measures a payoff model on this machine, which the guard uses for seeded
     sequences. Without `measure_payoff`, or if it returns None, the guard uses the profile's costs. If the profile has
-    no costs either, the drafts of seeded sequences are not limited.
+    no costs either, the drafts of seeded sequences are not limited. Raises `SelfspecError` as `make_drafter` does.
     """
 
     def guard(alternative: Profile) -> Guard:
@@ -134,7 +135,10 @@ def make_proposer_chain(specs: Sequence[ProposerSpec], wider: Sequence[float], v
 
 
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
-    """Build the drafter that runs the model along a draft path. Raises `SelfspecError` if the path does not fit it."""
+    """Build the drafter that runs the model along a draft path.
+
+    Raises `SelfspecError` if the path does not fit the model.
+    """
     wider = WIDER if profile.costs is None else profile.costs.wider
     below = None
     if spec.below is not None:

@@ -50,10 +50,10 @@ class Route:
 
 
 class Router:
-    """Drafter that assigns each sequence, when it begins, the route with the highest rate, and keeps it to the end.
+    """Drafter that assigns each sequence, when it begins, the route with the highest rate, for all its rounds.
 
     Rates divide emitted tokens by modelled round costs, not by a clock. A seeded sequence takes the first route and
-    updates no rate, so its drafts depend on no other sequence. Raises `ValueError` for no route.
+    updates no rate, so its drafts depend on no other sequence. Raises `ValueError` if `routes` is empty.
     """
 
     def __init__(self, routes: Sequence[Route]) -> None:
@@ -112,7 +112,11 @@ class Router:
 
 
 def make_router(profile: Profile, make: Callable[[Profile], Drafter]) -> Drafter:
-    """Return `make(profile)`; if the profile has alternatives (`also`), a router over a drafter for each."""
+    """Return `make(profile)` for a profile without alternatives (`also`); for any other profile, a `Router`.
+
+    The router's first route has the drafter that `make` builds for the profile without its alternatives. Further routes
+    have a drafter for each alternative.
+    """
     if not profile.also:
         return make(profile)
     return Router(

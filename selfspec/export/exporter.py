@@ -42,8 +42,9 @@ class ExportPlan:
     """The drafts that an engine can run for an export, and how to write and rehearse them.
 
     `drafted`: a description of the drafts. `write(folder, tokens)`: writes the engine's files, for drafts of `tokens`
-    tokens. The rehearsal, a test run of the drafts, uses `draft()`, a model with the weights as the engine will store
-    them; if that is None, it drafts with the target along `path`; if that is None as well, with the profile's drafter.
+    tokens. The rehearsal, a test run of the drafts, drafts with `draft()`, a model with the weights as the engine will
+    store them. If `draft` is None, it drafts with the target along `path`; if `path` is None too, with the profile's
+    drafter.
     `most`: the longest draft, in tokens. `limitations`: features of the profile that the engine lacks, one line each.
     `itself`: whether the engine runs selfspec, which drafts exactly as the profile says.
     """
@@ -58,7 +59,7 @@ class ExportPlan:
 
 
 class Exporter(Protocol):
-    """An exporter for one engine.
+    """An exporter for one engine: a program or library other than selfspec that runs models, such as vLLM.
 
     `name`: the name of the engine. `read`: the sources of the engine's file formats, with versions. `tried`: how the
     exports were tested. All three are texts for the README.
@@ -69,9 +70,10 @@ class Exporter(Protocol):
     tried: str
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the drafts that the engine can run for `job`.
+        """Return the plan of exporting `job` to this exporter's engine: which drafts, and how to write them.
 
-        Raises `SelfspecError`, whose message names an alternative, if the engine cannot run this kind of drafts.
+        The plan's drafts are those that the engine can run for `job.profile`. Raises `SelfspecError`, whose message
+        names an alternative, if the engine cannot run this kind of drafts.
         """
         ...
 

@@ -33,10 +33,10 @@ class Transformers:
     tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the drafts that `transformers` can run.
+        """Return the plan of an export to `transformers`.
 
-        Drafts that its generate lacks are run by selfspec in `custom_generate`. Raises `SelfspecError` for a trained
-        head, and for a profile that `custom_generate` would have to run but that needs other files.
+        Drafts that `generate` of `transformers` lacks are run by selfspec in `custom_generate`. Raises `SelfspecError`
+        for a trained head, and for a profile that `custom_generate` would have to run but that needs other files.
         """
         match job.drafts:
             case LookupDraft():

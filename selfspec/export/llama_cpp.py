@@ -43,7 +43,7 @@ class LlamaCpp:
     tried = "such files were run here by llama-speculative-simple of that version: see the project's docs/export.md"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the drafts that llama.cpp can run; raises `SelfspecError`, with an alternative, for other drafts."""
+        """Return the plan of an export to llama.cpp; raises `SelfspecError` for drafts that llama.cpp cannot run."""
         match job.drafts:
             case LookupDraft(answers):
                 lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()

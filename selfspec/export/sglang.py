@@ -37,7 +37,7 @@ class Sglang:
     tried = "not run by SGLang here, which needs a GPU; heads are read back by this project's own reader"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the drafts that SGLang can run; raises `SelfspecError`, with an alternative, for other drafts."""
+        """Return the plan of an export to SGLang; raises `SelfspecError` for drafts that SGLang cannot run."""
         match job.drafts:
             case LookupDraft(answers):
                 lost = ("earlier answers of other runs: SGLang starts with an empty n-gram cache",) if answers else ()

@@ -38,7 +38,7 @@ class TensorRtLlm:
     tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the drafts TensorRT-LLM can run; raises `SelfspecError`, with an alternative, for other drafts."""
+        """Return the plan of an export to TensorRT-LLM; raises `SelfspecError` for drafts that it cannot run."""
         match job.drafts:
             case LookupDraft(answers):
                 empty = ("earlier answers of other runs: its n-gram pool is empty at first",) if answers else ()

@@ -41,7 +41,7 @@ class Vllm:
     )
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the drafts that vLLM can run; raises `SelfspecError`, with an alternative, for other drafts."""
+        """Return the plan of an export to vLLM; raises `SelfspecError` for drafts that vLLM cannot run."""
         match job.drafts:
             case LookupDraft(answers):
                 description = (

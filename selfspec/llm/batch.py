@@ -19,8 +19,9 @@ from selfspec.engine.engine import Engine
 from selfspec.llm.batch_costs import measure_round_costs
 from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
-from selfspec.llm.request import Model, Request
+from selfspec.llm.request import Model, Request, TokenLogprobs
 from selfspec.llm.sampling_plan import Plan
+from selfspec.llm.scoring import prompt_logprobs
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -195,6 +196,11 @@ class Batch:
         self._waiting.append(request)
         self.counters.requests += 1
         return request
+
+    def prompt_logprobs(self, prompt: Sequence[int], options: Options, top: int) -> list[TokenLogprobs]:
+        """Return the log probabilities of a prompt's tokens, as `scoring.prompt_logprobs`, by the options' adapter."""
+        self.llm.adapters.use(self.llm.adapters.named(options.adapter))
+        return prompt_logprobs(self.llm.runtime, prompt, top)
 
     def cancel(self, request: Request) -> None:
         """End a request now and free its cache row. A request that has ended is unchanged."""

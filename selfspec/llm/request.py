@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.options import Options
@@ -39,13 +41,13 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of an emitted token, computed from the raw logits.
+    """Log probability of a token, computed from the raw logits; None for a prompt's first token.
 
     `top`: pairs of token and log probability, for the most probable tokens at the same position, most probable first.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -119,11 +121,14 @@ class Request:
         return Generation(self.text, list(self.tokens), self.stats, self._text)
 
     def take(self) -> str:
-        """Return the text that is new since the last call."""
+        """Return the text that has become ready since the last call of `take` or `spans`."""
         return self._text.take()
 
     def spans(self) -> list[tuple[Origin, str]]:
-        """Return the new text split at token boundaries, each part with its token's origin; use instead of `take`."""
+        """Return what `take` would return, split at token boundaries, as pairs (origin of a token, text).
+
+        Call only `spans` or only `take` for a request: after text that `take` returned, `spans` returns wrong origins.
+        """
         return list(self._spans.split(self.take()))
 
     def mark_admitted(self) -> None:
@@ -151,11 +156,15 @@ def logprobs_of(outcome: Outcome, top: int) -> list[TokenLogprobs]:
     """Return the log probability of each token that a round emitted, with the `top` most probable alternatives."""
     assert outcome.step.logits is not None
     rows = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)]
-    logits = outcome.step.logits[0, rows]
+    return top_logprobs(outcome.step.logits[0, rows], outcome.tokens, top)
+
+
+def top_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Return the log probability of each of n `tokens` by `logits` `[n, V]`, with the `top` most probable tokens."""
     every = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     best = every.topk(top) if top else None
     logprobs = []
-    for i, token in enumerate(outcome.tokens):
+    for i, token in enumerate(tokens):
         pairs = () if best is None else zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
         logprobs.append(TokenLogprobs(token, float(every[i, token]), tuple(pairs)))
     return logprobs

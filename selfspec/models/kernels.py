@@ -35,9 +35,10 @@ _ERROR = 0.05  # largest relative error of a kernel's product to that of the deq
 
 
 def int8_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int8 weights for bfloat16 rows.
+    """Pack int8 weights, for rows that each call casts to bfloat16 (on the CPU and CUDA).
 
-    torch's kernel reads 32 inputs at a time, past the end of a row, so inputs are padded to a multiple of 32.
+    torch's kernel reads 32 inputs at a time, past the end of a row, so inputs are padded with zeros to a multiple of
+    32.
     """
     into = weight.values.shape[1]
     more = -into % 32
@@ -76,7 +77,10 @@ def int8_dynamic(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def _by_rows(values: Tensor, scale: Tensor) -> Call:
-    """Return the product with int8 `values` `[out, in]` and their `scale`, for rows with a scale for each row."""
+    """Return the product with int8 `values` `[out, in]`, which have one `scale` for each output.
+
+    Rows arrive in floating point; each call quantises them to 8 bits, each row by its own largest value.
+    """
     packed = torch.ops.onednn.qlinear_prepack(values, None)
     scales, zeros = scale.flatten().float(), torch.zeros(len(scale), dtype=torch.int32)
     product = torch.ops.onednn.qlinear_pointwise.default
@@ -91,7 +95,11 @@ def _by_rows(values: Tensor, scale: Tensor) -> Call:
 
 
 def int4_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int4 weights in groups for bfloat16 rows. Outputs are padded to a multiple of 16, as torch requires."""
+    """Pack int4 weights on the CPU, for rows that each call casts to bfloat16.
+
+    Weights have a scale and a zero point for each output and group of inputs. Outputs are padded to a multiple of 16,
+    as torch requires; products do not include the padding.
+    """
     assert weight.zero is not None
     out, into = weight.values.shape
     values = F.pad(weight.values, (0, 0, 0, -out % 16))
@@ -102,7 +110,11 @@ def int4_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int4 weights on CUDA (compute capability 8.0 or higher); torch needs multiples of 8 outputs, 32 inputs."""
+    """Pack int4 weights on CUDA (compute capability 8.0 or higher), for rows that each call casts to bfloat16.
+
+    Outputs are padded to a multiple of 8, as torch requires; products do not include the padding. The number of inputs
+    has to be a multiple of 32.
+    """
     assert weight.zero is not None
     out, into = weight.values.shape
     more = -out % 8
@@ -115,9 +127,10 @@ def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack float8 weights (e4m3) for inputs cast to float8, with a scale for each output and each input row.
+    """Pack weights in float8 (e4m3) with a scale for each output, for rows that each call casts to float8.
 
-    For CUDA, compute capability 8.9 or higher. Outputs and inputs are padded to multiples of 16, as torch requires.
+    Each row gets a scale of its own. For CUDA, compute capability 8.9 or higher. Outputs and inputs are padded to
+    multiples of 16, as torch requires; products do not include the padding.
     """
     out, into = weight.values.shape
     padded = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
@@ -139,10 +152,10 @@ def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide_too(product: Call, into: int) -> Call:
-    """Return a function that calls `product` for fewer than `_WIDE` rows, and else multiplies in bfloat16.
+    """Return a function that calls `product` for fewer than `_WIDE` rows; more rows use the weight in bfloat16.
 
-    `into` is the number of inputs. The weight is dequantised to bfloat16 at the first call with many rows (as in a
-    search's replay), and kept.
+    `into` is the number of inputs. The weight is dequantised to bfloat16 at the first call with `_WIDE` rows or more
+    (as in a search's replay), and kept.
     """
     dequantized: list[Tensor] = []
 

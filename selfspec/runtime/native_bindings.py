@@ -30,7 +30,7 @@ _LONGEST_VECTOR = 16  # float32 values; sizes of a native model have to be multi
 
 
 class NativePass:
-    """The layers of one draft path and the last norm as one native call; see `native_pass`."""
+    """The layers of one draft path, and the norm after the last layer, as one native call; see `native_pass`."""
 
     def __init__(
         self,
@@ -167,10 +167,15 @@ def native_pass(
     blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]],
     norm: Norm,
 ) -> NativePass | None:
-    """Return the blocks of a path as one native pass, or None unless native code can compute every block.
+    """Return a path's layers as one native pass; None if native code cannot compute all of them, or none runs.
 
-    Native code computes float32 or bfloat16 models on a CPU with RMSNorm, native products, RoPE over whole heads, and a
-    gated MLP with SiLU, whose sizes are multiples of 16. `scaling` multiplies queries after RoPE.
+    `blocks`: for each layer its number, device, attention and MLP, either of which is None if skipped; a trained bridge
+    takes the MLP's place. `norm`: the norm after the last layer. `scaling`: the factor on queries after RoPE.
+
+    Native code computes float32 and bfloat16 models on the CPU with RMSNorm, Llama's attention (RoPE over whole heads)
+    and gated MLPs with SiLU, if each product with a weight is a `NativeProduct`. The hidden size, the head dimension,
+    the MLPs' intermediate size and a bridge's rank have to be multiples of 16. The caller has to check that all layers
+    have the same RoPE, not an interleaved one.
     """
     plain = all(size % _LONGEST_VECTOR == 0 for size in (sizes.hidden, sizes.head_dim, sizes.intermediate))
     if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):

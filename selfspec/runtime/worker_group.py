@@ -1,8 +1,9 @@
 """Tensor parallel processes: the first process decides everything, the others compute their shards of each pass.
 
-The first process's runtime (`LeadingRuntime`) sends the others (`Follower`) each pass before it runs it, and each move
-within the cache. Only the first process samples, measures times and serves requests, so that the processes can never
-decide differently. Commands are broadcast over gloo on the CPU, whatever backend the model's all-reduces use.
+The first process has rank 0. Its runtime (`LeadingRuntime`) sends the others (`Follower`) each pass before running it
+itself, and each move within the cache. Only the first process samples, measures times and serves requests, so that the
+processes can never decide differently. Commands are broadcast over gloo on the CPU, whatever backend the model's
+all-reduces use.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class WorkerGroup:
         return bool(can)
 
     def end(self) -> None:
-        """Tell the other processes to end."""
+        """Tell the other processes to end; do nothing if a command is under way or was interrupted."""
         if not self.under_way and dist.is_initialized():
             self.under_way = True
             with suppress(RuntimeError):  # one is gone already
@@ -120,8 +121,8 @@ class WorkerGroup:
 def runtime_over(model: Any) -> Runtime:
     """Return a runtime over a tensor parallel model.
 
-    Every process has to call this function. Only the first process returns: all others run its commands until the first
-    process ends, then raise `SystemExit`. Raises as `Runtime` does.
+    Every process has to call this function. It returns only in the process of rank 0: all others run that process's
+    commands until that process ends, then raise `SystemExit`. Raises as `Runtime` does.
     """
     team = WorkerGroup()
     if dist.get_rank() == 0:
@@ -178,7 +179,10 @@ class LeadingRuntime(Runtime):
         self._static_cache.on_move = partial(self._team.enqueue, "move", self._number)
 
     def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a path in all processes. Raises as `Runtime.compile`, and for paths with trained weights."""
+        """Compile a path in all processes.
+
+        Raises as `Runtime.compile`, and `SelfspecError` for a path with trained weights.
+        """
         if path.trained is not None:
             raise SelfspecError("draft path: trained weights are not supported in tensor parallel")
         compiled = super().compile(path)
@@ -255,7 +259,7 @@ def _in_passes(call: Call, team: WorkerGroup) -> Call:
 
 
 class Follower:
-    """The command loop of a process other than the first, which runs its share of each command."""
+    """The command loop of a process whose rank is not 0: the process runs its share of each command."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
         self._team, self._first = team, Runtime(model)
@@ -272,7 +276,10 @@ class Follower:
         }
 
     def run(self) -> None:
-        """Run commands until the first process sends "end". Raises `SelfspecError` if the other processes are lost."""
+        """Run the commands that the process of rank 0 sends, until it sends "end".
+
+        Raises `SelfspecError` if another process is lost.
+        """
         what = ""
         while what != "end":
             try:

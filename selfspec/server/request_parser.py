@@ -39,9 +39,10 @@ class ParsedRequest:
     """A parsed request, as far as the worker pool and the responses need it.
 
     `texts`: `n` texts for each prompt, in the prompts' order. `shown`: for each text, the prompt's text if the request
-    asks to `echo` it, else "". `prompt_tokens`: the tokens of all prompts, each prompt counted once. `top`: the number
-    of top log probabilities per token, as in `Batch.add`. `stream`: stream the response. `usage`: report the usage in a
-    stream. `sources`: report the origin of each piece of text.
+    asks to `echo` it, else "". `prompt_tokens`: the tokens of all prompts, each prompt counted once. `echo`: the
+    response begins with the prompt, and `top` includes its tokens. `prompt_only`: no new token is asked for. `top`: the
+    number of top log probabilities per token, as in `Batch.add`. `stream`: stream the response. `usage`: report the
+    usage in a stream. `sources`: report the origin of each piece of text.
     """
 
     model: str
@@ -49,6 +50,8 @@ class ParsedRequest:
     shown: tuple[str, ...]
     prompt_tokens: int
     top: int | None = None
+    echo: bool = False
+    prompt_only: bool = False
     stream: bool = False
     usage: bool = False
     sources: bool = False
@@ -118,6 +121,8 @@ class RequestParser:
             shown=tuple(shown),
             prompt_tokens=sum(len(ids) for _, ids in prompts),
             top=top,
+            echo=echo,
+            prompt_only=body.limit == 0,
             stream=body.stream,
             usage=stream_options is not None and stream_options.include_usage,
             sources=stream_options is not None and stream_options.selfspec,
@@ -176,7 +181,7 @@ class RequestParser:
         penalties = []
         if body.presence_penalty or body.frequency_penalty:
             penalties.append(Penalties(len(ids), presence=body.presence_penalty, frequency=body.frequency_penalty))
-        return replace(base_options, max_new_tokens=new, logits_processor=penalties, seed=body.seed)
+        return replace(base_options, max_new_tokens=max(new, 1), logits_processor=penalties, seed=body.seed)
 
     def _plan(self, ids: Sequence[int], options: Options) -> Plan:
         try:

@@ -174,19 +174,25 @@ class CompletionBody(BaseRequest):
     prompt: Any
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def top(self) -> int | None:
         """The number of top log probabilities per token; None: no log probabilities at all.
 
-        Raises `ApiError` if `best_of` differs from `n`, and for log probabilities of the prompt.
+        Raises `ApiError` if `best_of` differs from `n`.
         """
         if self.best_of is not None and self.best_of != self.n:
             raise wrong("best_of other than n is not served; request n texts and choose among them", "best_of")
-        if self.echo and self.logprobs is not None:
-            raise wrong("log probabilities of the prompt are not served; expected echo or logprobs", "logprobs")
         return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        """The requested maximum number of new tokens; None: not requested. Raises `ApiError` for 0 without `echo`."""
+        if self.max_tokens == 0 and not self.echo:
+            raise wrong("max_tokens: 0 without echo; expected 1 or more", "max_tokens")
+        return self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -61,7 +61,8 @@ class TextJob:
     """One text of a call.
 
     `index`: the text's number in the call, from 0. `request`: the text's request in a batch, None until it is added;
-    `num_logprobs_sent`: the number of log probabilities sent. Only the decoding thread touches these two.
+    `num_logprobs_sent`: the number of log probabilities sent; `prompt_logprobs`: those of the prompt, until they are
+    sent. Only the decoding thread touches these three.
 
     `first`: an earlier job with the same prompt, which must be prefilled before this job begins. `begun`: whether this
     job's own prompt has been prefilled, or never will be.
@@ -74,6 +75,7 @@ class TextJob:
     begun: bool = False
     request: Request | None = None
     num_logprobs_sent: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(eq=False, slots=True)

@@ -91,7 +91,8 @@ class CompletionSchema:
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in token_logprobs],
             "top_logprobs": [
-                {_written(spell(token)): _finite(logprob) for token, logprob in entry.top} for entry in token_logprobs
+                None if entry.logprob is None else {_written(spell(t)): _finite(logprob) for t, logprob in entry.top}
+                for entry in token_logprobs
             ],
             "text_offset": offsets,
             "bytes": [list(spell(entry.token)) for entry in token_logprobs],
@@ -141,7 +142,7 @@ def cut_short(update: TextUpdate) -> bool:
     return update.end_reason in (EndReason.TIME, EndReason.SHUTDOWN) and not update.tokens
 
 
-def _chat_token(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
+def _chat_token(token: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
     raw = spell(token)
     return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
@@ -153,5 +154,5 @@ def _written(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _finite(logprob: float) -> float:
-    return max(float(logprob), LOWEST)
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(float(logprob), LOWEST)

@@ -53,7 +53,8 @@ class Answer(Response):
         self._timeout, self._ended = timeout, ended
         self._made = int(time.time())
         self._begun = [False] * len(call.jobs)
-        self._written = [len(shown) for shown in call.parsed.shown]  # characters of each text that were sent
+        scored = call.parsed.echo and call.parsed.top is not None  # log probabilities begin with the prompt's
+        self._written = [0 if scored else len(shown) for shown in call.parsed.shown]  # characters of each text sent
         self._name = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -74,11 +74,11 @@ class Server(uvicorn.Server):
         self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal to exit."""
+        """Begin the shutdown at a signal; if it has begun already, end running requests now."""
         self.end(at_once=self._end is not None)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Begin the shutdown. `at_once`: end running requests now, not after their `grace` seconds."""
+        """Begin the shutdown. `at_once`: end running requests now, not after `Settings.grace` seconds."""
         self._end = time.monotonic() + (0 if at_once else self._service.settings.grace)
         self._service.draining = True
 
@@ -118,7 +118,10 @@ def _impatient(seconds: float) -> type[H11Protocol]:
                 self._head.cancel()
 
         def send_400_response(self, msg: str) -> None:
-            """Reject invalid HTTP: respond if nothing has been sent yet, else close; disconnect a running request."""
+            """Reject invalid HTTP and close the connection, after a 400 response unless a response has begun.
+
+            In both cases, a request of this connection that is still running is told that its client has disconnected.
+            """
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:

@@ -77,6 +77,12 @@ class Replica:
         parsed, times = job.call.parsed, job.call.times
         times.admitted = times.admitted or time.perf_counter()
         try:
+            if parsed.echo and parsed.top is not None:
+                job.prompt_logprobs = tuple(self.batch.prompt_logprobs(job.text.prompt, job.text.options, parsed.top))
+            if parsed.prompt_only:
+                update = TextUpdate(job.index, logprobs=job.prompt_logprobs, ended=True, finish="length")
+                self._leave(job, update)
+                return
             job.request = self.batch.add(
                 list(job.text.prompt), job.text.options, planned=job.text.planned, top=parsed.top
             )
@@ -128,6 +134,7 @@ def _make_update(
     text = "".join(piece for _, piece in spans) if sources else request.take()
     logprobs = tuple(request.logprobs[job.num_logprobs_sent :])
     job.num_logprobs_sent += len(logprobs)
+    logprobs, job.prompt_logprobs = (*job.prompt_logprobs, *logprobs), ()
     if request.error is not None:
         error = ApiError(500, f"decoding failed: {request.error}")
     stats = request.stats

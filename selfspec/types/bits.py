@@ -28,8 +28,8 @@ class BitsRead:
 def bits_read(path: DraftPath, model: Identity, *, dtype: str | None = None) -> BitsRead | None:
     """Return the mean bits per weight that a draft step and a plain step read of a model.
 
-    `dtype`: that of the unquantised weights, such as `bfloat16`; None and unknown names count as 32 bits. None if one
-    of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
+    `dtype`: the dtype of the unquantised weights, such as `bfloat16`; None and unknown names count as 32 bits. Returns
+    None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that the model does not have.
     """
     full = DTYPES.get(dtype or "", 32.0)
     draft = bits_per_weight(path, model, full=full)
@@ -41,17 +41,17 @@ def bits_per_weight(path: DraftPath, model: Identity, *, full: float = 32.0) -> 
 
     Skipped sub-layers are not read; of the head, only the rows of the path's vocabulary are read. Norms and the
     embedding are left out, as a step reads little of either. The head dimension is assumed to be the hidden size
-    divided by the number of heads. None if one of the model's sizes is unknown. Raises `SelfspecError` for a layer that
-    the model does not have.
+    divided by the number of heads. Returns None if one of the model's sizes is unknown. Raises `SelfspecError` for a
+    layer that the model does not have.
     """
     return _mean(path, model, full, path.share(model.vocabulary) * {"full": full, **READ}[path.head])
 
 
 def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -> float | None:
-    """Return a path's extra memory as a share of the weights of all the model's sub-layers and its head in `dtype`.
+    """Return the memory that a path adds, divided by the memory of the model's own sub-layers and head in `dtype`.
 
-    Extra memory holds the quantised weights, and the weights of a head over a reduced vocabulary. `dtype`, the
-    assumptions, the errors and a result of None are as in `bits_read`.
+    The path adds its quantised weights, and the weights of a head over a reduced vocabulary. `dtype`, the errors and a
+    result of None are as in `bits_read`; the assumptions are those of `bits_per_weight`.
     """
     full = DTYPES.get(dtype or "", 32.0)
     head_bits = full if path.vocabulary is not None and path.head == "full" else {"full": 0.0, **READ}[path.head]
@@ -60,7 +60,11 @@ def extra_share(path: DraftPath, model: Identity, *, dtype: str | None = None) -
 
 
 def _mean(path: DraftPath, model: Identity, full: float, head: float) -> float | None:
-    """Return the mean bits per weight: `full` for full precision, `READ` for other modes, `head` in the head."""
+    """Return the mean bits per weight of all sub-layers and the head; None if one of the model's sizes is unknown.
+
+    `full`: the bits of a sub-layer's weight in full precision; `READ` has the bits of the other modes. `head`: the bits
+    per weight of the head.
+    """
     modes = path.modes(model.layers)
     sizes = _weights(model)
     if sizes is None:
@@ -74,7 +78,7 @@ def _mean(path: DraftPath, model: Identity, full: float, head: float) -> float |
 
 
 def _weights(model: Identity) -> tuple[int, int, int] | None:
-    """Return the number of weights of an attention sub-layer, of an MLP and of the head."""
+    """Return the number of weights of an attention sub-layer, of an MLP and of the head; None if a size is unknown."""
     hidden, heads, inner, tokens = model.hidden, model.heads, model.intermediate, model.vocabulary
     if hidden is None or heads is None or model.kv_heads is None or inner is None or tokens is None:
         return None

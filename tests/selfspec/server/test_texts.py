@@ -8,6 +8,7 @@ from math import exp
 
 import openai
 import pytest
+import torch
 from chats import with_template
 from rude import misbehave
 from servers import served, until
@@ -163,3 +164,36 @@ def test_two_replicas(model, llm64):
         alone = [model.generate(prompt, max_new_tokens=NEW).text for prompt in asked]
         assert [choice.text for choice in answer.choices] == alone
         assert all(batch.counters.tokens for batch in batches)
+
+
+def test_echo_with_log_probabilities_scores_the_prompt(client, model):
+    """As evaluation harnesses score answers: each prompt token given those before it, in one prefill."""
+    ids = model.encode(PROMPTS[0])
+    with torch.no_grad():
+        logits = model.model(torch.tensor([ids])).logits[0]
+    every = logits.log_softmax(-1)
+    expected = [float(every[i, token]) for i, token in enumerate(ids[1:])]
+    for new in (0, 1):
+        how = {"model": "toy", "prompt": [ids], "max_tokens": new, "logprobs": 2, "echo": True, "temperature": 0}
+        answer = client.completions.create(**how)
+        choice, told = answer.choices[0], answer.choices[0].logprobs
+        assert choice.text == model.tokenizer.decode(
+            [*ids, *model.generate(ids, max_new_tokens=1).tokens][: len(ids) + new]
+        )
+        assert (answer.usage.completion_tokens, choice.finish_reason) == (new, "length")
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(ids) + new
+        assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+        assert told.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-6)
+        best = every[: len(ids) - 1].max(-1).values.tolist()
+        assert [max(top.values()) for top in told.top_logprobs[1 : len(ids)]] == pytest.approx(best, abs=1e-6)
+        assert "".join(told.tokens) == choice.text
+        assert [
+            choice.text[at : at + len(t)] for at, t in zip(told.text_offset, told.tokens, strict=True)
+        ] == told.tokens
+        pieces = list(client.completions.create(**how, stream=True))
+        assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+        streamed = [
+            one for piece in pieces if piece.choices[0].logprobs for one in piece.choices[0].logprobs.token_logprobs
+        ]
+        assert streamed == told.token_logprobs
+    assert model.generate(ids, max_new_tokens=4).tokens == model.generate(ids, max_new_tokens=4).tokens
