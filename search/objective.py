@@ -142,7 +142,10 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Incumbent:
-    """The best path so far, its traces for each of `SHARES` of the starts, and its value on all starts."""
+    """The best path so far, and its value on all starts, which are the text positions where drafts begin.
+
+    `traces`: the path's traces on a part of the starts, by that part's share, for each of `SHARES`.
+    """
 
     path: DraftPath
     traces: dict[float, list[Trace]]

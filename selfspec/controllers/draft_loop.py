@@ -14,8 +14,9 @@ class DraftLoop:
     """A draft in progress, token by token; its decisions depend on the confidences and the controller alone.
 
     The drafter drafts while the loop `wants` another token, passes each token's confidence to `record`, and asks for
-    the `candidates` at the end. `depth`: the longest draft length. `together`: the loop wants another token whenever
-    the controller ever might, because a `BatchDraftScheduler` decides for the batch.
+    the `candidates` at the end. `depth`: the longest draft length. `together`: a `BatchDraftScheduler` decides for
+    the whole batch when drafting stops; the loop alone then stops only where the last confidence is below the
+    controller's `min_confidence`.
     """
 
     __slots__ = ("_controller", "_depth", "_together", "confidences", "wants")

@@ -102,7 +102,7 @@ def decode_many(
 
 @contextmanager
 def number_errors(number: int) -> Iterator[None]:
-    """Add the prompt's number, counted from 1, to a `SelfspecError`."""
+    """Add a prompt's number to any `SelfspecError` raised in this context; `number` is from 0, the message's from 1."""
     try:
         yield
     except SelfspecError as error:

@@ -275,9 +275,10 @@ def _random_path(
 
 
 def _disturbed(plain: Sequence[Sequence[float]]) -> bool:
-    """Return whether other processes disturb the timing: the faster half of the plain decodings differs by over 10%.
+    """Return whether other processes disturb the timing.
 
-    `plain`: the seconds of each step of each plain decoding.
+    They do if, of the faster half of the plain decodings, the slowest takes over 10% longer than the fastest. `plain`:
+    the seconds of each step of each plain decoding.
     """
     half = sorted(map(lower_quartile, plain))[: max(2, (len(plain) + 1) // 2)]
     return half[-1] > 1.1 * half[0]

@@ -1,4 +1,4 @@
-"""The sizes of a model that determine the tensors of a pass."""
+"""The sizes of a model, such as layers and heads, which determine the shapes of a pass's tensors."""
 
 from __future__ import annotations
 

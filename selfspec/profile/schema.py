@@ -269,7 +269,10 @@ class Profile(Data):
         return self._folder / self.parts[name].file
 
     def with_folder(self, folder: Path) -> Self:
-        """Return the profile with its parts in `folder`. Raises `SelfspecError` for a missing or different file."""
+        """Return the profile whose part files are looked up in `folder`.
+
+        Raises `SelfspecError` if a file is missing, or is not the one that the profile was written with.
+        """
         check_parts(self.parts, folder)
         if not self.parts and not self.draft.may_name_files:
             return self

@@ -13,7 +13,7 @@ Prompt = str | Sequence[int] | Sequence[Message]  # a text, token ids, or a chat
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8: it has no unpaired surrogate (also left by undecodable bytes)."""
+    """Return whether a text can be encoded as UTF-8: it has no unpaired surrogate, as undecodable bytes leave."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -59,8 +59,9 @@ class TokenEvent:
     token; None if it was not drafted, and for a position's further candidates, whose confidence is unknown.
     `probability`: the target's probability of the token, the softmax of the raw logits without temperature and
     processors; None unless `probabilities` were requested. `rejected`: tokens rejected at this position before this
-    token was taken: the drafted token first, then further candidates. `source`: the name of the token's source: the
-    drafter, or a proposer, also if the draft path drafted the proposer's token; None if the token was not drafted.
+    token was taken: the drafted token first, then further candidates. `source`: the name of the proposer that
+    proposed the token, even if the draft path drafted the same token; else that of the drafter; None if the token was
+    not drafted.
     """
 
     token: int
