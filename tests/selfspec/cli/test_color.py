@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
+from selfspec.cli import color
 from selfspec.cli.color import colored, legend, show
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
@@ -124,3 +125,12 @@ def test_the_legend_says_what_drafted_in_few_bits():
     assert said(path) == f"acceptance 100% (1 of 1 drafted); drafts ran with {how}"
     assert said(path, drafted=0) == "nothing was drafted"
     assert said(DraftPath(path.skip)) == "acceptance 100% (1 of 1 drafted)"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_are_signs_on_a_terminal_alone(monkeypatch, capsys, terminal):
+    """As OSC 52, which writes to the clipboard; into pipes and files a text goes as it is."""
+    text = "a\x1b]52;c;aGk=\x07\tb\x9b\n"
+    color._put(Console(force_terminal=terminal), None, text)
+    out = capsys.readouterr().out
+    assert out == ("a\u241b]52;c;aGk=\u2407\tb\ufffd\n" if terminal else text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -211,3 +212,23 @@ def test_a_conversation_is_a_prompt(folder, monkeypatch, llm):
     for index, talk in enumerate(talks):
         assert results(folder)[index]["prompt"] == talk
         assert results(folder)[index]["tokens"] == chat.chat(talk, max_new_tokens=8).tokens
+
+
+def test_bytes_of_other_encodings(tmp_path):
+    """A byte order mark on standard input is no text, and an ASCII output gets escapes instead of a traceback."""
+    command = [sys.executable, "-m", "selfspec", "generate", "--json", "--color", *HOW]
+    texts = []
+    for mark in (b"", b"\xef\xbb\xbf"):
+        done = subprocess.run(command, input=mark + "é = '漢".encode(), capture_output=True, check=True)
+        texts.append(json.loads(done.stdout)["text"])
+    assert texts[0] == texts[1]
+    (tmp_path / "é.yaml").write_text("version: 2\nmodel: {layers: 16}\ndraft: {kind: lookup}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "selfspec", "profile", "validate", "é.yaml"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"\\xe9.yaml: valid")
