@@ -154,7 +154,7 @@ class SearchTask:
 def fit_to_budget(task: SearchTask, pace: Pace, budget: Budget) -> SearchTask | None:
     """Return the task with as much text as fits the time; None where no trial fits.
 
-    If the task fits, `budget` is told the seconds that each phase needs.
+    If the task fits, the seconds that each phase needs are recorded in `budget`.
     """
     planned = task
     if budget.limited and not task.texts_fixed:

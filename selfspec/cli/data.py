@@ -60,7 +60,6 @@ class DataOptions:
         becomes a newline. `every`: use every row, as in `read_prompts`; otherwise print which rows are not used. Raises
         `SelfspecError`.
         """
-        from selfspec.text.datasets_prompts import ROWS
         from selfspec.text.prompt_files import read_prompts
 
         if self.source is None:
@@ -75,8 +74,7 @@ class DataOptions:
             template=unescape_newlines(self.template),
             held_out=held_out,
             chat=self.chat,
-            every=every,
-            limit=None if every else ROWS,
+            use="every" if every else "first",
         )
         if prompts.note is not None:
             warnings.warn(prompts.note, stacklevel=2)

@@ -28,7 +28,7 @@ class CacheAllocator(Protocol):
 
     @property
     def max_seq_len(self) -> int:
-        """The most tokens of one sequence, prompt and new tokens, that fit without allocating more memory."""
+        """The most tokens of one sequence whose keys and values fit without allocating more memory."""
 
     def claim(self, seq: SequenceState, *, reuse: bool) -> bool:
         """Give a sequence a row (`seq.row`) with slots for its tokens; return False if too little is free now.

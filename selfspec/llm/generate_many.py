@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.batch import Batch, BatchModel
@@ -29,17 +28,20 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
     """
     if options.batch_size < 1:
         raise SelfspecError(f"batch_size {options.batch_size}: expected at least 1")
-    encoded = []
+    encoded, plans = list[list[int]](), dict[int, Plan]()
     for number, prompt in enumerate(prompts):
         with number_errors(number):
             encoded.append(llm.encode(prompt))
-    first = check_prompts(llm, encoded, options)
+            if plans:  # the first prompt's plan has checked the options
+                llm.check_fits(encoded[number], options)
+            else:
+                plans[number] = llm.plan(encoded[number], options)
     results: dict[int, Generation] = {}
     failed = list[SelfspecError]()
     rows = max(1, min(options.batch_size, len(prompts)))
     with Batch(llm, rows=rows, memory=options.memory, longest=longest(llm, encoded, options)) as batch:
         for number, request in decode_many(
-            batch, enumerate(encoded), options, plans={0: first}, probabilities=options.probabilities
+            batch, enumerate(encoded), options, plans=plans, probabilities=options.probabilities
         ):
             results[number] = request.result
             if request.error is not None:
@@ -56,28 +58,12 @@ def longest(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options)
     return max((len(prompt) + new_tokens(llm.model, options, len(prompt)) for prompt in prompts), default=1)
 
 
-def check_prompts(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options) -> Plan | None:
-    """Check the options and the length of every prompt (token ids); return the first prompt's plan.
-
-    Returns None if there is no prompt. Making the first prompt's plan checks the options; of the other prompts only the
-    length is checked. Raises `SelfspecError`, which names the number of the prompt.
-    """
-    first = None
-    for number, prompt in enumerate(prompts):
-        with number_errors(number):
-            if first is None:
-                first = llm.plan(prompt, options)
-            else:
-                llm.check_fits(prompt, options)
-    return first
-
-
 def decode_many(
     batch: Batch,
     prompts: Iterable[tuple[int, Prompt]],
     options: Options,
     *,
-    plans: Mapping[int, Plan | None] = MappingProxyType({}),
+    plans: Mapping[int, Plan],
     probabilities: bool = False,
 ) -> Iterator[tuple[int, Request]]:
     """Decode numbered prompts in a batch; yield the number and the request of each prompt when the request ends.

@@ -105,14 +105,13 @@ class Answer(Response):
         """Stream the events. The head is sent at once, so that an error before the first token is an event, too."""
         headers = [(name.encode(), value.encode()) for name, value in _EVENTS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
         async for event in self._events(self._call.updates()):
             await send({"type": "http.response.body", "body": event, "more_body": True})
         return await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, updates: AsyncIterator[TextUpdate]) -> AsyncIterator[bytes]:
         async for update in updates:
-            if (problem := update.error or (None if any(self._begun) else _problem([update]))) is not None:
+            if (problem := update.error if any(self._begun) else _problem([update])) is not None:
                 yield _event(problem.as_dict())
                 break
             has_text = update.text or update.logprobs or update.spans

@@ -120,7 +120,7 @@ def _impatient(seconds: float) -> type[H11Protocol]:
         def send_400_response(self, msg: str) -> None:
             """Reject invalid HTTP and close the connection, after a 400 response unless a response has begun.
 
-            In both cases, a request of this connection that is still running is told that its client has disconnected.
+            In both cases, a request of this connection that is still running ends as if its client had disconnected.
             """
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from selfspec.basics.errors import SelfspecError, reason
@@ -70,6 +70,10 @@ PRESETS = {
 }
 
 
+Use = Literal["first", "all", "every"]
+"""Which rows are used: the first `ROWS` or all rows, except those without a text; or every row, or else an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The prompts of a data set's rows. `note`: which rows gave no prompt, as a text to show; None if every row did."""
@@ -78,23 +82,19 @@ class Rows:
     note: str | None = None
 
 
-def read_parquet(path: Path, shape: PromptTemplate, *, every: bool = False, limit: int | None = ROWS) -> Rows:
-    """Read the prompts of a parquet file's rows; rows without a text are left out, or with `every` raise an error.
-
-    `limit`: the most rows that are read (None: all rows). Raises `SelfspecError`, which names the file, and with
-    `every` the first row without a text.
-    """
+def read_parquet(path: Path, shape: PromptTemplate, *, use: Use = "first") -> Rows:
+    """Read the prompts of a parquet file's rows. Raises `SelfspecError`, which names the file."""
     check_file(path)
     try:
         with _settings():
-            return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path), every=every, limit=limit)
+            return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path), use=use)
     except SelfspecError:
         raise
     except Exception as error:  # a corrupt file can raise anything
         raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
 
 
-def read_folder(path: Path, shape: PromptTemplate, *, every: bool = False, limit: int | None = ROWS) -> Rows:
+def read_folder(path: Path, shape: PromptTemplate, *, use: Use = "first") -> Rows:
     """Read the text files of a folder, each a prompt. Raises `SelfspecError`, which names the folder or file."""
     files = text_files(path)
     if not files:
@@ -102,7 +102,7 @@ def read_folder(path: Path, shape: PromptTemplate, *, every: bool = False, limit
     try:
         with _settings():
             rows = _stream("text", files, sample_by="document", encoding="utf-8-sig")
-            return _prompts(rows, shape, str(path), columns=["text"], every=every, limit=limit)
+            return _prompts(rows, shape, str(path), columns=["text"], use=use)
     except SelfspecError:
         raise
     except Exception as error:
@@ -124,9 +124,7 @@ def text_files(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def read_preset(
-    name: str, shape: PromptTemplate, *, held_out: bool, every: bool = False, limit: int | None = ROWS
-) -> Rows:
+def read_preset(name: str, shape: PromptTemplate, *, held_out: bool, use: Use = "first") -> Rows:
     """Read the prompts of a data set of the hub, or of its copy in the cache of `datasets`.
 
     Raises `SelfspecError` within a minute if neither is available; the message says what to download and how to use it.
@@ -141,7 +139,7 @@ def read_preset(
             HF_HUB_OFFLINE=missing is not None, STREAMING_READ_MAX_RETRIES=RETRIES, STREAMING_OPEN_MAX_RETRIES=RETRIES
         ):
             rows = load_dataset(preset.repository, preset.config, split=split, revision=preset.revision, streaming=True)
-            return _prompts(rows, shape, name, every=every, limit=limit)
+            return _prompts(rows, shape, name, use=use)
     except SelfspecError:
         raise
     except Exception as error:  # a network can fail in any way
@@ -168,13 +166,9 @@ def _prompts(
     where: str,
     columns: list[str] | None = None,
     *,
-    every: bool = False,
-    limit: int | None = ROWS,
+    use: Use,
 ) -> Rows:
-    """Return the prompts of a streamed data set's rows. Raises `SelfspecError` if there is none.
-
-    With `every`, a row without a text raises `SelfspecError` too, and no row is left out.
-    """
+    """Return the prompts of a streamed data set's rows. Raises `SelfspecError` if there is none."""
     names = columns or rows.column_names or list(next(iter(rows), {}))
     if not names:
         raise SelfspecError(f"{where}: holds no prompts")
@@ -184,20 +178,20 @@ def _prompts(
         raise SelfspecError(f"{where}: {error}") from None
     prompts, empty, more = list[Prompt](), 0, False
     for number, row in enumerate(rows.select_columns(list(wanted)), start=1):
-        if limit is not None and number > limit:
+        if use == "first" and number > ROWS:
             more = True
             break
         prompt = shape.prompt(row)
         if prompt is not None:
             prompts.append(prompt)
-        elif every:
+        elif use == "every":
             raise SelfspecError(f"{where}, row {number}: expected a row whose {shape}")
         else:
             empty += 1
     if not prompts:
         raise SelfspecError(f"{where}: holds no prompts; expected rows whose {shape}")
     notes = [f"{empty} row{'s' if empty > 1 else ''} without text"] if empty else []
-    notes += [f"all rows after the first {limit}"] if more else []
+    notes += [f"all rows after the first {ROWS}"] if more else []
     return Rows(prompts, f"{where}: not used: {' and '.join(notes)}" if notes else None)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, read_text
-from selfspec.text.datasets_prompts import PRESETS, ROWS, read_folder, read_parquet, read_preset
+from selfspec.text.datasets_prompts import PRESETS, Use, read_folder, read_parquet, read_preset
 from selfspec.text.jsonl import FileTexts, check_unicode, json_row, lines
 from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_template import PromptTemplate
@@ -78,8 +78,7 @@ def read_prompts(
     template: str | None = None,
     held_out: bool = False,
     chat: bool = False,
-    every: bool = False,
-    limit: int | None = ROWS,
+    use: Use = "first",
 ) -> Prompts:
     """Read the prompts of a file, a folder, a data set of the hub by its name in `PRESETS`, or `spec-bench:PATH`.
 
@@ -88,9 +87,8 @@ def read_prompts(
     `template` are those of `PromptTemplate`; by default those of the preset. Tasks are kept if every row of a `.jsonl`
     file has a `task` (or `category`). `held_out`: read the preset's split that searches do not read, if the preset has
     two splits. `chat`: if a row has `messages`, the prompt is the whole conversation, else the first user message.
-    `limit`: the most rows that are read, except from a `.jsonl` or `.txt` file (None: no limit). `every`: raise an
-    error for a row without text, which is otherwise left out. Raises `SelfspecError`, which names the file and the
-    wrong line.
+    `use`: which rows are used, of which only "every" concerns `.jsonl` and `.txt` files. Raises `SelfspecError`, which
+    names the file and the wrong line.
     """
     name, path = str(data), Path(data)
     if not name:
@@ -107,15 +105,15 @@ def read_prompts(
     if name in PRESETS:
         preset = PRESETS[name]
         shape = preset.shape if (column, template) == (None, None) else shape
-        rows = read_preset(name, shape, held_out=held_out, every=every, limit=limit)
+        rows = read_preset(name, shape, held_out=held_out, use=use)
         split = preset.held_out if held_out else preset.split
         name = " ".join(filter(None, (preset.repository, preset.config, split)))
     elif kind(path) == "folder":
-        rows, name = read_folder(path, shape, every=every, limit=limit), path.resolve().name
+        rows, name = read_folder(path, shape, use=use), path.resolve().name
     elif path.suffix.lower() == ".parquet":
-        rows, name = read_parquet(path, shape, every=every, limit=limit), path.name
+        rows, name = read_parquet(path, shape, use=use), path.name
     else:
-        prompts, tasks = _read_file(path, shape, every=every)
+        prompts, tasks = _read_file(path, shape, every=use == "every")
         return Prompts(path.name, prompts, shape.column, shape.template, tasks=tasks)
     return Prompts(name, tuple(rows.prompts), shape.column, shape.template, note=rows.note)
 
@@ -131,7 +129,7 @@ def read_texts(
     path = Path(data)
     if kind(path) == "file" and path.suffix.lower() not in (".jsonl", ".parquet"):
         return ([text] if (text := read_text(path)).strip() else []), None
-    prompts = read_prompts(data, column=column, template=template, limit=None)
+    prompts = read_prompts(data, column=column, template=template, use="all")
     return [str(text) for text in prompts.texts], prompts.note
 
 

@@ -68,7 +68,7 @@ class State:
         if kind(path) == "file":
             try:
                 checkpoint = torch.load(path, weights_only=True)
-                if checkpoint["told"] == config:
+                if checkpoint["config"] == config:
                     self._checkpoint = checkpoint
                     self.progress = Progress(**checkpoint["progress"])
             except Exception:  # damaged, or of another version
@@ -98,7 +98,7 @@ class State:
             done.best, done.acceptance = brings, acceptance
             self._checkpoint["best"] = {name: t.detach().clone() for name, t in learner.net.state_dict().items()}
         self._checkpoint |= {
-            "told": self._config,
+            "config": self._config,
             "net": learner.net.state_dict(),
             "optimizer": optimizer.state_dict(),
             "progress": {name: getattr(done, name) for name in Progress.__slots__},

@@ -85,8 +85,8 @@ def rows(
             for candidates in (1, replay.candidates):
                 score = ReplayObjective(replay, costs, candidates=candidates).score(path)
                 row[f"{kind}, {candidates} candidates"] = round(score.speedup, 3)
-        with_guesses = ReplayObjective(replay, costs, proposers=[ProposerSpec()]).score(path)
-        row |= {"with guesses": round(with_guesses.speedup, 3), "spared": with_guesses.spared}
+        with_lookup = ReplayObjective(replay, costs, proposers=[ProposerSpec()]).score(path)
+        row |= {"with lookup tokens": round(with_lookup.speedup, 3), "spared": with_lookup.spared}
         row |= {"acceptance": round(score.acceptance_rate, 3), "tokens a pass": round(score.tokens_per_round, 2)}
         draft = costs.draft(path, replay.layers, vocabulary=path.share(replay.vocabulary))
         row["draft step"] = round(draft / costs.plain, 3)

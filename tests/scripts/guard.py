@@ -3,11 +3,10 @@
     python tests/scripts/guard.py --out tests/scripts/guard.json
 
 Over 100 and 500 tokens: a model of random weights, of which hardly a draft is right; profiles whose draft is never
-right (it drafts one token that the text does not have), half of the layers skipped, or all in int8 with guesses
-below; and a machine on which every pass takes twice as long
-from the middle of the text on. `free` is the same drafter without the guard. Other users of a machine disturb single
-runs by more than the guard is allowed, so the shortest of several runs counts, and plain decoding is compared with
-itself.
+accepted, since it drafts one token that never occurs in the text, with half of the layers skipped, or with all in int8
+and lookup tokens; and a machine on which every pass takes twice as long from the middle of the text on. `free` is the
+same drafter without the guard. Other users of a machine disturb single runs by more than the guard is allowed, so the
+shortest of several runs counts, and plain decoding is compared with itself.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def never_right(llm: LLM) -> tuple[LLM, Profile]:
 
 
 def never_right_in_few_bits(llm: LLM) -> tuple[LLM, Profile]:
-    """The same of a path in int8, with guesses below it."""
+    """The same of a path in int8, with lookup tokens below it."""
     path = DraftPath.from_modes(["int8"] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
     return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(path, _fixed(6), proposers=[ProposerSpec()]))
 

@@ -31,7 +31,7 @@ from selfspec.types.draft_path import LOW, DraftPath, Mode
 
 
 def random_path(draw: random.Random, layers: int, modes: list[Mode]) -> DraftPath:
-    """Some sub-layers are skipped, at a rate of its own; the rest run in full, or where there are such in few bits."""
+    """Some sub-layers are skipped, at a rate of its own; the rest run in full, or quantised if the modes allow it."""
     rate = draw.uniform(0.1, 0.55) if modes == ["skip"] else draw.uniform(0, 0.15)
     rest: list[Mode] = [mode for mode in modes if mode in LOW] or ["full"]
     skipped = "skip" in modes

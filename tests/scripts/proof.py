@@ -4,8 +4,8 @@
     python tests/scripts/proof.py --paths few-bits --prompts 40 --out tests/scripts/proof-few-bits.json
 
 Runs held-out prompts x 32 tokens under every controller along 22 skip sets (the shipped one, the empty one, 20 random
-ones), or along 12 draft paths with sub-layers and the head in few bits (all in 8, all in 4, 10 random ones), with
-guesses by lookup below them; in two processes. Writes what it counted. Exit code 1 when any text differs.
+ones), or along 12 draft paths with quantised sub-layers and head (all int8, all int4, 10 random ones), with
+lookup tokens; in two processes. Writes what it counted. Exit code 1 when any text differs.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def test_what_decides_is_found(kind):
 def test_it_is_the_share_of_being_right():
     odds, gap, right = drawn("gap")
     found = choose_confidence(odds, gap, right)
-    told = np.array([found.estimate(1 / (1 + math.exp(-o)), math.exp(g)) for o, g in zip(odds, gap, strict=True)])
+    estimates = np.array([found.estimate(1 / (1 + math.exp(-o)), math.exp(g)) for o, g in zip(odds, gap, strict=True)])
     for low in (0.2, 0.5, 0.8):
-        part = (told >= low) & (told < low + 0.15)
-        assert right[part].mean() == pytest.approx(told[part].mean(), abs=0.06)
+        part = (estimates >= low) & (estimates < low + 0.15)
+        assert right[part].mean() == pytest.approx(estimates[part].mean(), abs=0.06)
 
 
 def test_without_enough_to_tell_it_is_the_probability():

@@ -39,7 +39,12 @@ class TestParquet:
 
     def test_only_the_first_rows_of_a_long_file(self, tmp_path):
         path = table(tmp_path / "long.parquet", prompt=[str(i) for i in range(3 * datasets_prompts.ROWS)])
-        assert read_prompts(path).texts == tuple(str(i) for i in range(datasets_prompts.ROWS))
+        found = read_prompts(path)
+        assert found.texts == tuple(str(i) for i in range(datasets_prompts.ROWS))
+        assert found.note == f"{path}: not used: all rows after the first {datasets_prompts.ROWS}"
+        assert len(read_prompts(path, use="all").texts) == 3 * datasets_prompts.ROWS
+        gaps = read_prompts(table(tmp_path / "gaps.parquet", prompt=["a", None, "c", ""]))
+        assert (gaps.texts, gaps.note) == (("a", "c"), f"{tmp_path / 'gaps.parquet'}: not used: 2 rows without text")
 
     def test_columns_that_are_not_asked_for_are_not_looked_at(self, tmp_path):
         """An image that cannot be decoded does no harm."""
