@@ -66,7 +66,8 @@ def timed_rounds(
     wide pass. Raises `BusyError` while the runtime has a stream.
     """
     vocabulary = runtime.skeleton.identity.vocabulary or 2
-    max_new_tokens = runtime.skeleton.context - context
+    longest = 2 + sum(length + 1 for length in plan)  # the cache holds no more than these rounds can emit
+    max_new_tokens = min(longest, runtime.skeleton.context - context)
     seq = SequenceState([draw.randrange(vocabulary) for _ in range(context)], max_new_tokens, sampler)
     probe, samples = Probe(drafter), []
     rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from selfspec.basics.checked_model import Json
-from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth
+from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth, release_memory
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.agreement import Verdict, count_verdicts, verdict
@@ -162,6 +162,7 @@ class Benchmark:
                 result["methods"][name]["by_task"] = tasks
         if "skip" in t.methods and t.profile.path.cheaper:
             result["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
+        release_memory()
         read = _bytes_read(self.subjects.plain)
         result["process_peak_bytes"] = process_peak()
         result["read_bandwidth"] = read_bandwidth(read, self.subjects.plain.runtime.device)

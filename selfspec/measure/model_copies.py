@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from selfspec.llm.llm import LLM, wrap
 from selfspec.measure.bench_methods import Weights, any_drafts, weights_of
 from selfspec.measure.cost_fitting import fastest_plain
@@ -77,9 +79,17 @@ def load_model_copies(
             apply_layout_(model, layout)
         return wrap(model, tokenizer, profile="none", name=name)
 
-    hf = ready(copy.deepcopy(model), None) if "hf" in weights_of(methods) else None
-    skip = None if layouts["skip"] == layouts["plain"] else ready(copy.deepcopy(model), layouts["skip"])
+    hf = ready(_copy_of(model), None) if "hf" in weights_of(methods) else None
+    skip = None if layouts["skip"] == layouts["plain"] else ready(_copy_of(model), layouts["skip"])
     plain = ready(model, layouts["plain"])
     if skip is not None and fastest_plain((plain, skip)) is skip:
         plain, layouts["plain"] = skip, layouts["skip"]
     return ModelCopies(plain, skip or plain, hf, layouts, identity, widened)
+
+
+def _copy_of(model: Any) -> Any:
+    """Return a deep copy of a model that shares the head's weight, often tied to the embedding and the largest."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if not isinstance(weight, nn.Parameter):
+        return copy.deepcopy(model)
+    return copy.deepcopy(model, {id(weight): nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)})

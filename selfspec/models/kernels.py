@@ -19,7 +19,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
-from selfspec.basics.machine import machine
+from selfspec.basics.machine import machine, release_memory
 from selfspec.models.linears import Call
 from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, quantize
 from selfspec.models.native import IN_A_PASS, NativeProduct
@@ -205,6 +205,7 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     for name, factor in (("native", IN_A_PASS), ("float8", COARSER)):
         if name in times:
             times[name] *= factor
+    release_memory()
     best = min(times, key=lambda name: times[name]) if times else "fake"
     write_cached(path, best)
     return kernels.get(best, fake)

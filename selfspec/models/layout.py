@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
-from selfspec.basics.machine import machine
+from selfspec.basics.machine import machine, release_memory
 from selfspec.models.families import Parts, is_lean, parts_of
 from selfspec.models.gguf_linear import BlockEmbedding, BlockLinear
 from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
@@ -32,7 +32,9 @@ from selfspec.models.shards import local_weight
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
 WIDTHS = (1, 2, 3, 4, 8, 128)  # timed numbers of rows: a decode step's (1), verification passes' (2 to 8), a prefill's
-_SAMPLE = 512 * 2**20  # bytes of weights to time (all weights of a smaller model): more than CPU caches hold
+_SAMPLE = 512 * 2**20  # bytes of weights to time: more than CPU caches hold
+_SMALL = 200 * 10**6  # bytes of a model of which all weights are timed
+_SHARE = 0.35  # share of a larger model's weights to time: there is a copy for each layout, beside the model itself
 _BUDGET = 1.5  # seconds of timing; every layout is timed at least twice
 _ERROR = 8  # largest allowed error of a layout's products, as a multiple of the error in layout `rows`
 MUCH = 2.0  # times longer than the plausible time by more than this factor are not cached (`_disturbed`)
@@ -161,6 +163,7 @@ def layout_times(model: Any) -> Times:
     times = _sound(read_cached(path))
     if times is None:
         times = measure_layouts(model)
+        release_memory()
         if times and not _disturbed(times):
             write_cached(path, times)
     return times
@@ -204,15 +207,18 @@ def _clearest(cost: Callable[[str], float], times: Times) -> str:
 
 @torch.inference_mode()
 def measure_layouts(model: Any) -> Times:
-    """Time the linears of the model's first layers (about `_SAMPLE` bytes), in seconds by layout and number of rows.
+    """Time the linears of the model's first layers, in seconds by layout and number of rows.
+
+    The sample is at most about `_SAMPLE` bytes, and of a model larger than `_SMALL` at most about `_SHARE` of it.
 
     A layout that the model cannot have, or whose products are wrong, is left out; the result is empty if `rows` cannot
     be timed. Times of `native` for few rows are scaled by `IN_A_PASS`.
     """
     layers: list[tuple[Group, ...]] = []
-    sampled_bytes = 0
+    sampled_bytes, size = 0, weight_bytes(model)
+    most = _SAMPLE if size <= _SMALL else min(_SAMPLE, _SHARE * size)
     for layer in parts_of(model).layers:
-        if sampled_bytes < _SAMPLE:
+        if sampled_bytes < most:
             layers.append(layer.groups)
             sampled_bytes += sum(p.numel() * p.element_size() for p in layer.module.parameters())
     tried = {layout: products for layout in LAYOUTS if (products := _products(layers, layout))}

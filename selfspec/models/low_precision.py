@@ -21,6 +21,7 @@ from selfspec.models.linears import Call, Group, InPlace, PartLinear, is_readabl
 
 Bits = Literal[8, 4]
 GROUPS = (64, 32)  # int4 group sizes; the first that divides the number of inputs is used
+_ELEMENTS = 2**22  # weights to quantise at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +38,35 @@ class QuantizedWeight:
     zero: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight `[out, in]`."""
-        out, into = self.values.shape
+        """Return the dequantised weight `[out, in]`, computed a few outputs at a time to save memory."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        grouped = self.values.view(out, self.scale.shape[1], -1).to(exact)
-        if self.zero is None:
-            weight = grouped.mul_(self.scale.to(exact).unsqueeze(-1))
-        else:
-            weight = grouped.sub_(8).mul_(self.scale.to(exact).unsqueeze(-1)).add_(self.zero.to(exact).unsqueeze(-1))
-        return weight.view(out, into).to(dtype)
+        weight = torch.empty(self.values.shape, dtype=dtype, device=self.values.device)
+        rows = max(1, _ELEMENTS // weight.shape[1])
+        tensors = (weight, self.values, self.scale, self.scale if self.zero is None else self.zero)
+        for part, values, scale, zero in zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True):
+            grouped = values.view(len(values), scale.shape[1], -1).to(exact)
+            if self.zero is None:
+                grouped.mul_(scale.to(exact).unsqueeze(-1))
+            else:
+                grouped.sub_(8).mul_(scale.to(exact).unsqueeze(-1)).add_(zero.to(exact).unsqueeze(-1))
+            part.copy_(grouped.view(part.shape))
+        return weight
 
 
 @torch.no_grad()
 def quantize(weight: Tensor, bits: Bits) -> QuantizedWeight:
-    """Quantise a weight `[out, in]`, rounding to nearest.
+    """Quantise a weight `[out, in]`, rounding to nearest, a few outputs at a time to save memory.
 
     int8 is symmetric, with a scale for each output; int4 spans the range from the smallest to the largest value of each
     group of inputs.
     """
+    parts = [_quantize_rows(rows, bits) for rows in torch.split(weight, max(1, _ELEMENTS // weight.shape[1]))]
+    values, scale = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return QuantizedWeight(bits, values, scale, torch.cat(zeros) if zeros else None)
+
+
+def _quantize_rows(weight: Tensor, bits: Bits) -> QuantizedWeight:
     out, into = weight.shape
     weight = weight.contiguous()
     if bits == 8:

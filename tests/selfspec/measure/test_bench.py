@@ -14,6 +14,7 @@ from selfspec.measure.extra_memory import extra_drafter_bytes
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
+from selfspec.models.layout import apply_layout_
 from selfspec.profile.draft_spec import LayerSkipSpec, parse_draft
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import write_profile
@@ -254,3 +255,13 @@ def test_a_temperature(found):
     assert all(m["memory_bytes"] > 0 for m in at["methods"].values())
     assert told.count("run") == 6
     assert [entry[1] for entry in told if isinstance(entry, tuple)] == [6]
+
+
+def test_the_copy_for_transformers_shares_the_heads_weight_and_keeps_it_whatever_the_layout():
+    copies = load_model_copies("builtin", ["plain", "hf"], device="cpu", dtype="float32")
+    mine, theirs = (llm.model.get_output_embeddings().weight for llm in (copies.plain, copies.hf))
+    assert mine is not theirs
+    apply_layout_(copies.plain.model, "columns")
+    assert not mine.is_contiguous()
+    assert theirs.is_contiguous()
+    assert torch.equal(mine, theirs)

@@ -9,6 +9,8 @@ import random
 import pytest
 from models import small
 
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter
 from selfspec.llm import round_timer
 from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
@@ -105,6 +107,13 @@ def test_how_thoroughly_costs_are_measured():
         assert effort.fresh >= 1
     seconds = [effort.seconds(1.0, 1.0) for effort in EFFORTS]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_timed_rounds_reserve_no_more_cache_than_they_can_fill(model):
+    runtime = Runtime(model)
+    drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
+    round_timer.timed_rounds(runtime, 10, Sampler(temperature=1.0, seed=0), drafter, [0, 3, 5], random.Random(0))
+    assert 10 + 14 <= runtime.cache.slots < runtime.skeleton.context
 
 
 def test_a_model_of_one_layer_has_no_other_skip_set_to_test_the_fit_on():

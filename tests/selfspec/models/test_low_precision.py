@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lowering import stands_for
 from torch import nn
 
+from selfspec.models import low_precision
 from selfspec.models.dispatch import device_of
 from selfspec.models.linears import Group, linear, linear_onto, linear_over, side_by_side
 from selfspec.models.low_precision import LowPrecisionLinear, bytes_of, fake, is_quantizable, quantize, quantize_group
@@ -45,6 +46,18 @@ def test_in_8_bits_a_value_is_off_by_half_a_step_of_its_output(weight):
     assert (held.scale.double() <= (largest / 127 * (1 + 2**-8)).clamp(min=1.01e-12)).all()
     assert held.values.dtype == torch.int8
     assert held.values.abs().max() <= 127
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_few_outputs_at_a_time_are_as_all_at_once(bits, monkeypatch):
+    weight = weight_of(1, 37, 128, torch.bfloat16)
+    whole = quantize(weight, bits)
+    dequantized = whole.weight(torch.float32)
+    monkeypatch.setattr(low_precision, "_ELEMENTS", 5 * 128)
+    parts = quantize(weight, bits)
+    for name in ("values", "scale") if bits == 8 else ("values", "scale", "zero"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name))
+    assert torch.equal(parts.weight(torch.float32), dequantized)
 
 
 @settings(max_examples=examples(60))
