@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.private_paths import is_private
 
 
 def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
@@ -36,10 +38,15 @@ def check_file(path: Path) -> None:
             raise SelfspecError(f"{path} is a device or a pipe; expected a regular file")
 
 
-def read_text(path: Path) -> str:
-    """Read the text of `path`. Raises `SelfspecError` if it is missing, not a regular file, unreadable or not UTF-8."""
+def read_text(path: Path, *, most: int | None = None) -> str:
+    """Read the text of `path`.
+
+    Raises `SelfspecError` if it is missing, not a regular file, unreadable, not UTF-8, or longer than `most` bytes.
+    """
     check_file(path)
     try:
+        if most is not None and (size := path.stat().st_size) > most:
+            raise SelfspecError(f"{path}: {size:,} bytes; expected at most {most:,}")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SelfspecError(f"{path}: not UTF-8 text (byte {error.start})") from None
@@ -121,7 +128,17 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
     except RuntimeError:  # no home directory
-        return Path(tempfile.gettempdir()) / "selfspec"
+        return _temporary_cache()
+
+
+@functools.cache
+def _temporary_cache() -> Path:
+    """Return this user's folder in the system's folder of temporary files; a new one if another user has made it."""
+    user = os.getuid() if hasattr(os, "getuid") else "cache"
+    folder = Path(tempfile.gettempdir()) / f"selfspec-{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="selfspec-"))
 
 
 def cached_file(folder: str, what: object) -> Path:
