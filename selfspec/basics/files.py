@@ -82,6 +82,14 @@ def check_writable(path: Path) -> None:
         raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises `ValueError`, also for lists and objects nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def json_line(value: Any, **options: Any) -> str:
     """Return a value as JSON in one line; separators that `str.splitlines` would split at are escaped.
 
@@ -150,7 +158,7 @@ def cached_file(folder: str, what: object) -> Path:
 def read_cached(path: Path) -> Any:
     """Return the data of a cached JSON file; None if the file is missing or unreadable."""
     try:
-        return json.loads(read_text(path)) if kind(path) == "file" else None
+        return parse_json(read_text(path)) if kind(path) == "file" else None
     except (SelfspecError, ValueError):
         return None
 

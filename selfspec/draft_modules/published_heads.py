@@ -8,7 +8,6 @@ From pickle files only tensors are loaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_file, kind
+from selfspec.basics.files import check_file, kind, parse_json
 from selfspec.draft_modules.decoder_head import LayerShape
 from selfspec.draft_modules.engine_formats import authors_names, flat_config
 from selfspec.draft_modules.heads import make_part_file
@@ -69,7 +68,7 @@ def read_published(folder: Path, target: Runtime) -> PartFile:
 def _config(folder: Path) -> dict[str, Any]:
     check_file(folder / "config.json")
     try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        read = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SelfspecError(f"{folder / 'config.json'}: no JSON can be read ({error})") from None
     if not isinstance(read, dict):
