@@ -68,7 +68,12 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind."""
+    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind.
+
+    A symbolic link is refused: writing to it would replace either the link or another file, unseen.
+    """
+    if os.path.islink(path):
+        raise SelfspecError(f"{path} is a symbolic link; expected a file to write; name what it leads to, or delete it")
     if kind(path) in ("folder", "other"):
         raise SelfspecError(
             f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; expected a file to write"
@@ -109,7 +114,6 @@ def write_bytes(path: Path, data: bytes) -> None:
 
     Raises `SelfspecError` if it cannot be written.
     """
-    path = path.resolve()  # write through a symbolic link instead of replacing it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
     try:
