@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hostile import Code
 from torch import nn
 
 from selfspec.basics.errors import SelfspecError
@@ -62,18 +62,8 @@ def test_a_damaged_checkpoint_is_not_resumed(change, path, caplog):
     assert "the checkpoint cannot be resumed; fitting starts again" in caplog.text
 
 
-class Code:
-    """What runs a command when it is unpickled."""
-
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
 def test_code_in_a_checkpoint_is_not_run(path, tmp_path, caplog):
-    torch.save({"config": CONFIG, "progress": {}, "net": Code(f"touch {tmp_path / 'ran'}")}, path)
+    torch.save({"config": CONFIG, "progress": {}, "net": Code(tmp_path / "ran")}, path)
     assert not State(path, CONFIG).resumable
     assert not (tmp_path / "ran").exists()
 
