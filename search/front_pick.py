@@ -10,7 +10,7 @@ from selfspec.types.bits import extra_share
 from selfspec.types.identity import Identity
 
 from .finalists import profile_from_score
-from .ledger import Entry, Ledger
+from .ledger import Entry, Ledger, reads_study
 
 
 def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = lambda entry: None) -> list[Entry]:
@@ -28,6 +28,7 @@ def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = l
     return [known[i] for *_, i in front]
 
 
+@reads_study
 def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
     """Return a function from a trial to its path's extra memory, as a share of the model's bytes (`extra_share`)."""
     model = Identity.model_validate(ledger.settings["model"])
@@ -35,6 +36,7 @@ def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
     return lambda entry: extra_share(entry.score.path, model, dtype=dtype)
 
 
+@reads_study
 def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory: float | None = None) -> Entry:
     """Return the fastest trial by prediction whose draft step costs at most `max_draft_cost` of a plain step.
 
@@ -64,6 +66,7 @@ def best_within(ledger: Ledger, max_draft_cost: float | None = None, max_memory:
     return max(known, key=lambda e: e.score.tokens_per_second)
 
 
+@reads_study
 def as_profile(ledger: Ledger, entry: Entry) -> Profile:
     """Return the profile that the search would save if it chose this trial, without measurements."""
     settings, texts, score = ledger.settings, ledger.texts, entry.score

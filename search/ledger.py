@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from pydantic import ValidationError
 
 from selfspec.basics.checked_model import Data, Positive
 from selfspec.basics.errors import SelfspecError
@@ -34,6 +35,7 @@ from .space import Space
 from .space_filter import Choices
 from .storage import MEMORY, display_name, is_database, open_storage, resolve_storage, storage_errors
 
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of data not as written
 PATIENCE = 10.0  # a worker's claim lapses after a minute plus this many times the seconds of the longest trial
 
 
@@ -205,10 +207,12 @@ class Ledger:
                 if trial.number not in self._read and trial.state.is_finished():
                     self._take(trial)
                     self._read.add(trial.number)
-        except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
-            raise SelfspecError(
-                f"{self.description} is damaged ({type(error).__name__}); {self._delete} to start anew"
-            ) from None
+        except DAMAGE as error:
+            raise self.damaged(error) from None
+
+    def damaged(self, error: Exception) -> SelfspecError:
+        """Return the error to raise where the study's data caused `error`."""
+        return SelfspecError(f"{self.description} is damaged ({type(error).__name__}); {self._delete} to start anew")
 
     def _take(self, trial: FrozenTrial) -> None:
         attrs = trial.user_attrs
@@ -220,7 +224,8 @@ class Ledger:
                 self._records.setdefault(key, _RECORDS[key](value))
         else:
             score = _score(attrs["score"])
-            self.entries.append(Entry(score, attrs["draft_cost"], float(attrs["seconds"]), str(attrs["worker"])))
+            draft_cost = None if attrs["draft_cost"] is None else _figure(attrs["draft_cost"])
+            self.entries.append(Entry(score, draft_cost, _figure(attrs["seconds"]), str(attrs["worker"])))
             self.scores.setdefault(score.path, score)
 
     def claim_finish(self) -> bool:
@@ -247,10 +252,32 @@ class Ledger:
             attrs = self._study.user_attrs
         oldest = time.time() - 60 - PATIENCE * max((entry.seconds for entry in self.entries), default=0.0)
         claims = [value for key, value in attrs.items() if key.startswith("claim ") and not key.endswith(self.worker)]
-        return {_path(path) for path, begun in filter(None, claims) if begun > oldest}
+        try:
+            return {_path(path) for path, begun in filter(None, claims) if begun > oldest}
+        except DAMAGE as error:
+            raise self.damaged(error) from None
 
     def _errors(self) -> Any:
         return storage_errors(self._where if isinstance(self._where, Path) else display_name(self._where))
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def reads_study(function: Callable[Concatenate[Ledger, Given], Result]) -> Callable[Concatenate[Ledger, Given], Result]:
+    """Let a function of a ledger raise `SelfspecError`, which names the study, where the study's data is damaged."""
+
+    @functools.wraps(function)
+    def reader(ledger: Ledger, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return function(ledger, *args, **kwargs)
+        except SelfspecError:
+            raise
+        except DAMAGE as error:
+            raise ledger.damaged(error) from None
+
+    return reader
 
 
 def _gains(value: Sequence[Sequence[float]]) -> Gains:
@@ -295,7 +322,16 @@ def _score(data: Mapping[str, Any]) -> Score:
     if trial["acceptance"] is not None:
         trial["acceptance"] = AcceptanceCurve.model_validate(trial["acceptance"])
     trial["proposers"] = tuple(map(ProposerSpec.model_validate, trial.get("proposers", ())))
+    for name in ("tokens_per_second", "speedup", "acceptance_rate", "tokens_per_round"):
+        trial[name] = _figure(trial[name])
     return Score(**trial)
+
+
+def _figure(value: Any) -> float:
+    """Return a finite number as a float. Raises `TypeError` or `ValueError` for anything else."""
+    if isinstance(value, bool | str) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
 
 
 def _path_as_json(path: DraftPath) -> dict[str, Any]:

@@ -332,7 +332,7 @@ def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> 
     replay.confidence = described.confidence or PROBABILITY
     traces = replay.trace(replace(profile.path, trained=trained), [controller])
     traces = with_lookup_tokens(
-        replay, traces, make_proposer_chain(described.proposers or (), costs.wider, replay.vocabulary)
+        replay, traces, make_proposer_chain(profile.local_proposers(described), costs.wider, replay.vocabulary)
     )
     walks = walk(traces, controller, candidates=described.candidates, seeded=replay.seeded)
     total = Stats.total(done.stats for done in walks)

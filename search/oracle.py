@@ -92,7 +92,7 @@ def oracle(
     ) as replay:
         traces = replay.trace(profile.path, [FixedK(depth)])
         traces = with_lookup_tokens(
-            replay, traces, make_proposer_chain(described.proposers or (), costs.wider, replay.vocabulary)
+            replay, traces, make_proposer_chain(profile.local_proposers(described), costs.wider, replay.vocabulary)
         )
     draft = costs.draft(profile.path, llm.runtime.layers)
     return oracle_bound(traces, costs, draft, candidates=candidates)

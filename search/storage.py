@@ -17,7 +17,7 @@ from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBSto
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, kind, read_text
+from selfspec.basics.files import check_writable, kind, parse_json, read_text
 
 try:
     import fcntl
@@ -83,8 +83,8 @@ def _check_journal(path: Path) -> None:
     text = read_text(path)
     for number, line in enumerate(text.split("\n")[:-1] or [text] * bool(text)):
         try:
-            sound = isinstance(json.loads(line)["op_code"], int)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            sound = isinstance(parse_json(line)["op_code"], int)
+        except (ValueError, KeyError, TypeError):
             sound = number == 0 and not text.endswith("\n") and '{"op_code":'.startswith(line[:11]) and line == text
         if not sound:
             what = "is damaged" if number else "is not a file of trials"
@@ -175,7 +175,7 @@ def storage_errors(name: str | Path) -> Iterator[None]:
         cause = error.__cause__ or error
         lines = str(getattr(cause, "orig", None) or cause).strip().splitlines()
         raise SelfspecError(f"storage {name}: {lines[0] if lines else type(cause).__name__}") from cause
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # Optuna replays a journal's lines without checking them
         if isinstance(name, Path):
             raise SelfspecError(f"{name} is damaged ({type(error).__name__}); delete it to start anew") from None
         raise

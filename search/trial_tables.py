@@ -13,11 +13,12 @@ from selfspec.types.draft_path import FULL
 
 from .controller_grid import deepest
 from .front_pick import pareto
-from .ledger import Ledger
+from .ledger import Ledger, reads_study
 from .objective import ALONE
 from .space import Space
 
 
+@reads_study
 def trials_frame(ledger: Ledger) -> pd.DataFrame:
     """Return a row for each trial of a study, in the order in which they were kept.
 
@@ -61,6 +62,7 @@ def trials_frame(ledger: Ledger) -> pd.DataFrame:
     return frame
 
 
+@reads_study
 def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
     """Return a row for each part that may be skipped: a layer's `attention`, its `mlp`, or both as a `layer`.
 
@@ -92,11 +94,8 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
 
 def _space(ledger: Ledger) -> Space:
     settings = ledger.settings
-    try:
-        space = Space(settings["model"]["layers"], tuple(settings["keep"]), settings["granularity"])
-        return space if ledger.choices is None else ledger.choices.narrow(space)
-    except (KeyError, TypeError) as error:
-        raise SelfspecError(f"{ledger.description} is damaged ({type(error).__name__})") from None
+    space = Space(settings["model"]["layers"], tuple(settings["keep"]), settings["granularity"])
+    return space if ledger.choices is None else ledger.choices.narrow(space)
 
 
 def _drafted(settings: dict[str, Any]) -> int:

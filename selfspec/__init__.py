@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from importlib.metadata import version as _version
+from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING, Any
 
+from selfspec.basics.control_characters import SignFilter as _SignFilter
 from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelError
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from selfspec.models.loading import DeviceMap
     from selfspec.profile.schema import Profile
 
+_getLogger("selfspec").addFilter(_SignFilter())
 __version__ = _version("selfspec")
 __all__ = [
     "LLM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.private_paths import is_private
 
 
 def kind(path: Path) -> Literal["file", "folder", "other", "missing"]:
@@ -36,10 +38,15 @@ def check_file(path: Path) -> None:
             raise SelfspecError(f"{path} is a device or a pipe; expected a regular file")
 
 
-def read_text(path: Path) -> str:
-    """Read the text of `path`. Raises `SelfspecError` if it is missing, not a regular file, unreadable or not UTF-8."""
+def read_text(path: Path, *, most: int | None = None) -> str:
+    """Read the text of `path`.
+
+    Raises `SelfspecError` if it is missing, not a regular file, unreadable, not UTF-8, or longer than `most` bytes.
+    """
     check_file(path)
     try:
+        if most is not None and (size := path.stat().st_size) > most:
+            raise SelfspecError(f"{path}: {size:,} bytes; expected at most {most:,}")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise SelfspecError(f"{path}: not UTF-8 text (byte {error.start})") from None
@@ -61,7 +68,12 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind."""
+    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind.
+
+    A symbolic link is refused: writing to it would replace either the link or another file, unseen.
+    """
+    if os.path.islink(path):
+        raise SelfspecError(f"{path} is a symbolic link; expected a file to write; name what it leads to, or delete it")
     if kind(path) in ("folder", "other"):
         raise SelfspecError(
             f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; expected a file to write"
@@ -73,6 +85,14 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises `ValueError`, also for lists and objects nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def json_line(value: Any, **options: Any) -> str:
@@ -94,7 +114,6 @@ def write_bytes(path: Path, data: bytes) -> None:
 
     Raises `SelfspecError` if it cannot be written.
     """
-    path = path.resolve()  # write through a symbolic link instead of replacing it
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
     try:
@@ -121,7 +140,17 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
     except RuntimeError:  # no home directory
-        return Path(tempfile.gettempdir()) / "selfspec"
+        return _temporary_cache()
+
+
+@functools.cache
+def _temporary_cache() -> Path:
+    """Return this user's folder in the system's folder of temporary files; a new one if another user has made it."""
+    user = os.getuid() if hasattr(os, "getuid") else "cache"
+    folder = Path(tempfile.gettempdir()) / f"selfspec-{user}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder if is_private(folder) else Path(tempfile.mkdtemp(prefix="selfspec-"))
 
 
 def cached_file(folder: str, what: object) -> Path:
@@ -133,7 +162,7 @@ def cached_file(folder: str, what: object) -> Path:
 def read_cached(path: Path) -> Any:
     """Return the data of a cached JSON file; None if the file is missing or unreadable."""
     try:
-        return json.loads(read_text(path)) if kind(path) == "file" else None
+        return parse_json(read_text(path)) if kind(path) == "file" else None
     except (SelfspecError, ValueError):
         return None
 

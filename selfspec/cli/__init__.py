@@ -46,8 +46,11 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
+    from selfspec.basics.control_characters import as_signs
+    from selfspec.basics.errors import one_line
+
     if message and sys.stderr is not None:  # the message is empty if no command was named: the help was printed
         rank = os.environ.get("RANK", "0")  # set by torchrun, which starts several processes
         where = "" if rank == "0" else f" (process {rank})"
-        print(f"error{where}: {' '.join(message.split())}", file=sys.stderr)
+        print(f"error{where}: {as_signs(one_line(message))}", file=sys.stderr)
     sys.exit(2)

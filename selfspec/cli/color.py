@@ -12,6 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from selfspec.basics.control_characters import as_signs
 from selfspec.cli.common import stdout
 from selfspec.cli.word_wrap import WordWrapper
 from selfspec.profile.schema import Profile
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
     from selfspec.llm.stream import Stream
 
 _WIDE = 76  # minimum width of a console, in columns, for a legend that explains the origins
-# Control characters, mapped to visible symbols so that a terminal does not act on them; newlines and tabs stay.
-_CONTROLS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
-    0x7F: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-}
 
 # Colours for terminals of 16 colours: the nearest ones to the colours of `LOOKS` include white, and one colour twice.
 _BASIC = {
@@ -66,18 +61,18 @@ def _put(console: Console, origin: Origin | None, text: str) -> None:
     if origin is not None:
         show(console, origin, text)
     else:
-        sys.stdout.write(text.translate(_CONTROLS) if console.is_terminal else text)
+        sys.stdout.write(as_signs(text) if console.is_terminal else text)
         sys.stdout.flush()
 
 
 def show(console: Console, origin: Origin, text: str) -> None:
     """Write a piece of text verbatim: without wrapping, markup or tab expansion."""
-    console.print(Segments([Segment(text.translate(_CONTROLS), style(console, origin))]), soft_wrap=True)
+    console.print(Segments([Segment(as_signs(text), style(console, origin))]), soft_wrap=True)
 
 
 def colored(console: Console, events: Sequence[TokenEvent]) -> Text:
     """Return the text of all events, coloured by their origins, for a table's cell."""
-    return Text.assemble(*((event.text.translate(_CONTROLS), style(console, event.origin)) for event in events))
+    return Text.assemble(*((as_signs(event.text), style(console, event.origin)) for event in events))
 
 
 def style(console: Console, origin: Origin) -> Style:

@@ -7,12 +7,12 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,9 +22,11 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
 
 from selfspec import builtin
+from selfspec.basics.control_characters import as_signs
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import json_line
 from selfspec.cli.options import DraftingOptions
@@ -44,14 +46,22 @@ SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "re
 SEARCH_HINT = "no faster profile known: using plain decoding. Search for one with: selfspec search --model {model}"
 
 
+class _SignConsole(Console):
+    """A rich console that shows control characters in what it prints as signs: profiles and file names may hold any."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else as_signs(text), style, control)  # rich's own control codes stay
+
+
 def stderr() -> Console:
     """Return a console on standard error."""
-    return Console(stderr=True, highlight=False)
+    return _SignConsole(stderr=True, highlight=False)
 
 
 def stdout() -> Console:
     """Return a console on standard output."""
-    return Console(highlight=False)
+    return _SignConsole(highlight=False)
 
 
 def checked_profile(name: str) -> Profile:
@@ -191,8 +201,11 @@ def speed_line(stats: Stats) -> str:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """Print one JSON object on standard output."""
-    sys.stdout.write(json_line(data) + "\n")
+    """Print one JSON object on standard output, with control characters escaped."""
+    line = json_line(data)
+    if as_signs(line) != line:
+        line = "".join(char if as_signs(char) == char else f"\\u{ord(char):04x}" for char in line)
+    sys.stdout.write(line + "\n")
 
 
 def quiet() -> None:

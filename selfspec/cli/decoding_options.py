@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import read_text
+from selfspec.basics.files import parse_json, read_text
 from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, set_threads, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
@@ -171,7 +170,7 @@ def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     parsed: Any = None
     try:
-        parsed = json.loads(value)  # JSON, unlike YAML, reads 3e-4 as a number
+        parsed = parse_json(value)  # JSON, unlike YAML, reads 3e-4 as a number
     except ValueError:
         try:
             parsed = yaml.safe_load(value)

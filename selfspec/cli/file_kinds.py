@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import kind, read_text
+from selfspec.basics.files import kind, parse_json, read_text
 
 if TYPE_CHECKING:
     from selfspec.search.ledger import Ledger
@@ -59,6 +58,6 @@ def open_study(study: str, storage: str | None) -> Ledger:
 
 def _json(text: str) -> object:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.progress import TextColumn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, json_line, kind, write_text
+from selfspec.basics.files import check_writable, json_line, kind, parse_json, write_text
 from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
 from selfspec.cli.decoding_options import decoding
 from selfspec.cli.generate_options import GenerateCommand
@@ -131,9 +131,9 @@ def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
     indices, results = set[int](), list[str]()
     for number, line in enumerate(complete_lines.decode("utf-8", "replace").split("\n")[:-1], start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             index, key = int(row["index"]), str(row["key"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise SelfspecError(f"{out}:{number}: not a result of this command; expected another --out file") from None
         if not 0 <= index < len(jobs) or jobs[index].key != key:
             raise SelfspecError(

@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
@@ -93,8 +91,8 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
         try:
             picked: Profile = as_profile(ledger, best)
             return picked
-        except (KeyError, TypeError, ValidationError) as error:
-            raise SelfspecError(f"{ledger.description} is damaged ({type(error).__name__}); give --profile") from None
+        except SelfspecError as error:
+            raise SelfspecError(f"{error}, or give --profile") from None
     if options.model not in (None, builtin.NAME):
         raise SelfspecError(f"--model {options.model}: given alone; expected --profile or --study, too")
     return checked_profile(builtin.PROFILE) if options.bench is None or options.model is not None else None

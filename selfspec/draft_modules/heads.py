@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.models.kernels import kernel_for
 from selfspec.models.linears import Call
@@ -64,6 +64,8 @@ class Head(ABC):
         part.check(self.kind, target.skeleton.identity)
         self.target = target
         self.layers = tuple(part.settings.get("layers", (target.layers,)))
+        if not self.layers or not all(type(layer) is int and 0 <= layer <= target.layers for layer in self.layers):
+            raise SelfspecError(f"a head that reads layers {short(self.layers)}; expected some of 0 to {target.layers}")
         dtype, device = target.dtype, target.device
         take = {
             name: t.to(device) if name.endswith("inv_freq") else t.to(device, dtype)
@@ -72,6 +74,8 @@ class Head(ABC):
         }
         self._all = target.skeleton.identity.vocabulary or 0
         words = part.tensors.get(WORDS)
+        if words is not None and not (words.dim() == 1 and len(words) and 0 <= words.min() <= words.max() < self._all):
+            raise SelfspecError(f"a head whose draft vocabulary is not of the model's {self._all} tokens")
         self.words = (torch.arange(self._all) if words is None else words.long()).to(device)
         self.token_ids = range(self._all) if words is None else words.tolist()
         self._linears = LinearFactory(target, low=low)
@@ -79,10 +83,7 @@ class Head(ABC):
         heads = [(take.pop(name), take.pop(name.replace("weight", "bias"), None)) for name in own]
         self._heads = [self._linears.linear(*head) for head in heads or [(head_rows(target, self.words), None)]]
         self._then = None if heads else target.skeleton.parts.logits  # maps the target's head output to logits
-        try:
-            self._begin(part.settings, take)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise SelfspecError(f"part file of a head of kind {self.kind}: wrong contents ({error})") from None
+        self._begin(part.settings, take)
 
     @abstractmethod
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.draft_modules.heads import Head, LinearFactory, normed
+from selfspec.types.limits import WIDEST_DRAFT
 
 EPS = 1e-6  # epsilon of MLPSpeculator's norms
 
@@ -174,6 +176,9 @@ class StepsHead(Head):
 
     def _begin(self, settings: Any, tensors: dict[str, Tensor]) -> None:
         self._eps, self._norm = float(settings["eps"]), tensors.pop("given_norm.weight")
+        for name in ("places", "blocks"):  # whose modules are made one by one
+            if not 1 <= settings["net"].get(name, 1) <= WIDEST_DRAFT:
+                raise SelfspecError(f"a head of {short(settings['net'][name])} {name}; expected 1 to {WIDEST_DRAFT}")
         with torch.device("meta"):
             made = self.net(**settings["net"])
         name_by_id: dict[int, str] = {}

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import check_file, write_bytes
 from selfspec.types.identity import Identity
 
@@ -63,8 +63,11 @@ def read_part(path: Path) -> PartFile:
                 raise SelfspecError(f"{path}: no trained part; expected a file that selfspec train wrote")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             model = Identity.model_validate_json(header["model"])
-            return PartFile(header["kind"], json.loads(header["settings"]), tensors, model)
+            settings = json.loads(header["settings"])
+            if not isinstance(settings, dict):
+                raise ValueError("its settings are no object")
+            return PartFile(header["kind"], settings, tensors, model)
     except SelfspecError:
         raise
     except Exception as error:
-        raise SelfspecError(f"{path}: no trained part can be read from it ({error})") from None
+        raise SelfspecError(f"{path}: no trained part can be read from it ({reason(error)})") from None

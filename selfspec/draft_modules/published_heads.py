@@ -8,7 +8,6 @@ From pickle files only tensors are loaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_file, kind
+from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.files import check_file, kind, parse_json
 from selfspec.draft_modules.decoder_head import LayerShape
 from selfspec.draft_modules.engine_formats import authors_names, flat_config
 from selfspec.draft_modules.heads import make_part_file
@@ -60,6 +59,10 @@ def read_published(folder: Path, target: Runtime) -> PartFile:
                 return make(config, tensors, target)
             except KeyError as error:
                 raise SelfspecError(f"{folder}: the head has no tensor or setting {error}") from None
+            except SelfspecError:
+                raise
+            except Exception as error:  # settings and shapes can be anything
+                raise SelfspecError(f"{folder}: the head cannot be converted ({reason(error)})") from None
     raise SelfspecError(
         f"{folder}: its tensors ({', '.join(sorted(tensors)[:3])}, ..) match no known kind of head; "
         "known: EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator"
@@ -69,7 +72,7 @@ def read_published(folder: Path, target: Runtime) -> PartFile:
 def _config(folder: Path) -> dict[str, Any]:
     check_file(folder / "config.json")
     try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        read = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SelfspecError(f"{folder / 'config.json'}: no JSON can be read ({error})") from None
     if not isinstance(read, dict):
@@ -83,8 +86,10 @@ def _tensors(folder: Path) -> Tensors:
         raise SelfspecError(f"{folder} holds no weights of a head; expected one of {', '.join(FILES)}")
     try:
         read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        if not isinstance(read, dict) or not all(isinstance(tensor, Tensor) for tensor in read.values()):
+            raise TypeError("expected tensors by name")
     except Exception as error:  # truncated, or a pickle with more than tensors
-        raise SelfspecError(f"{file}: no tensors can be read from it ({str(error).splitlines()[0]})") from None
+        raise SelfspecError(f"{file}: no tensors can be read from it ({reason(error)})") from None
     tensors = {}
     for name, tensor in read.items():
         for prefix in _PREFIXES:

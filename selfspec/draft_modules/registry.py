@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, reason
 from selfspec.draft_modules.chimera import ChimeraHead
 from selfspec.draft_modules.eagle import EagleHead
 from selfspec.draft_modules.heads import Head
@@ -23,4 +23,9 @@ def make_head(target: Runtime, part: PartFile, *, low: bool = True) -> Head:
     """
     if part.kind not in HEADS:
         raise SelfspecError(f"the part is of kind '{part.kind}'; expected a head ({', '.join(HEADS)})")
-    return HEADS[part.kind](target, part, low=low)
+    try:
+        return HEADS[part.kind](target, part, low=low)
+    except SelfspecError:
+        raise
+    except Exception as error:  # a damaged or foreign file can raise anything
+        raise SelfspecError(f"part file of a head of kind {part.kind}: wrong contents ({reason(error)})") from None

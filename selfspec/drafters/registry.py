@@ -149,7 +149,7 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
         make_controller(spec.controller, profile.payoff),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
-        proposer_chain=make_proposer_chain(spec.proposers or (), wider, runtime.skeleton.identity.vocabulary),
+        proposer_chain=make_proposer_chain(profile.local_proposers(spec), wider, runtime.skeleton.identity.vocabulary),
         below=below,
     )
 
@@ -177,7 +177,7 @@ def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> Hea
         make_controller(spec.controller, profile.payoff),
         candidates=spec.candidates,
         confidence=spec.confidence or PROBABILITY,
-        proposer_chain=make_proposer_chain(spec.proposers or (), (), runtime.skeleton.identity.vocabulary),
+        proposer_chain=make_proposer_chain(profile.local_proposers(spec), (), runtime.skeleton.identity.vocabulary),
     )
 
 
@@ -198,7 +198,7 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
     own, tokenizer = _draft_model(name, device, spec.dtype, spec.bits)
     path = FULL if spec.bits is None else DraftPath.from_modes([spec.bits] * (2 * own.layers), head=spec.bits)
     controller, confidence = make_controller(spec.controller, profile.payoff), spec.confidence or PROBABILITY
-    proposer_chain = make_proposer_chain(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary)
+    proposer_chain = make_proposer_chain(profile.local_proposers(spec), WIDER, runtime.skeleton.identity.vocabulary)
     sizes = (runtime.skeleton.identity.vocabulary or 0, own.skeleton.identity.vocabulary or 0)
     if sizes[0] != sizes[1]:
         words = TokenizerMap(_tokenizer(profile), tokenizer, sizes=sizes)
@@ -262,7 +262,8 @@ def make_merged(runtime: Runtime, spec: MergedSpec, profile: Profile) -> MergedD
 
 def make_lookup_drafter(runtime: Runtime, spec: LookupSpec, profile: Profile) -> LookupDrafter:
     """Build a lookup drafter. Only the verification of its drafts takes time."""
-    proposers = [make_proposer(proposer_spec, runtime.skeleton.identity.vocabulary) for proposer_spec in spec.proposers]
+    vocabulary = runtime.skeleton.identity.vocabulary
+    proposers = [make_proposer(proposer, vocabulary) for proposer in profile.local_proposers(spec)]
     return LookupDrafter(proposers, _lookup_controller(spec.controller, profile))
 
 
@@ -302,7 +303,9 @@ def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) 
         "controller": make_controller(spec.controller, profile.payoff),
         "candidates": spec.candidates,
         "confidence": spec.confidence or PROBABILITY,
-        "proposer_chain": make_proposer_chain(spec.proposers or (), WIDER, runtime.skeleton.identity.vocabulary),
+        "proposer_chain": make_proposer_chain(
+            profile.local_proposers(spec), WIDER, runtime.skeleton.identity.vocabulary
+        ),
     }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from selfspec.basics.files import read_cached
 from selfspec.llm.llm import LLM
 from selfspec.measure.bench_methods import THEIR_DRAFT_MODEL, find_method
 from selfspec.profile.schema import Measurement, Profile
@@ -137,8 +137,9 @@ def preparation(profile: Profile) -> float | None:
         own = getattr(profile.draft, "model", None)
         for file in [*files, *([own] if own is not None else [])]:
             story = (profile.folder / file).with_suffix(".json")
-            if story.is_file():
-                seconds.append(json.loads(story.read_text(encoding="utf-8"))["seconds"])
+            record = read_cached(story)  # of the training, if it can be read
+            if isinstance(record, dict) and isinstance(record.get("seconds"), int | float):
+                seconds.append(record["seconds"])
     return sum(seconds) / 60 if seconds else None
 
 

@@ -6,14 +6,13 @@ unmerged, and each request chooses an adapter (`Adapters`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, reason
-from selfspec.basics.files import kind, read_text
+from selfspec.basics.files import kind, parse_json, read_text
 
 CONFIG = "adapter_config.json"
 
@@ -33,7 +32,7 @@ def base_of(folder: Path) -> str:
             f"model {folder} is a PEFT adapter; pip install 'selfspec[peft]' to merge it into its model"
         )
     try:
-        config = json.loads(read_text(folder / CONFIG))
+        config = parse_json(read_text(folder / CONFIG))
     except ValueError as error:
         raise SelfspecError(f"{folder / CONFIG}: not valid JSON: {error}") from None
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.errors import SelfspecError, reason, short
 from selfspec.basics.files import cache_folder
 from selfspec.models.gguf_header import Header, read_header
+from selfspec.types.limits import MOST_LAYERS
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,8 @@ ARCHITECTURES = ("llama", "qwen2")  # Mistral's files say llama
 KEEP = "SELFSPEC_GGUF_COPIES"  # environment variable: 0 caches no dequantised weights
 _VERSION = 1  # version of the format of cached folders
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ORIGINAL = "rope.scaling.original_context_length"
+_LARGEST = 1e15  # largest number of a header's RoPE entries
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _log = logging.getLogger("selfspec")
 
@@ -52,6 +55,9 @@ def check_gguf(path: Path) -> Header:
         raise SelfspecError(f"{path}: a mixture of experts, which is not supported in GGUF files")
     if "tokenizer.ggml.tokens" not in header.metadata:
         raise SelfspecError(f"{path}: no tokenizer in the file; expected the GGUF file of a language model")
+    layers = header.arch_value("block_count")
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+        raise SelfspecError(f"{path}: {short(layers)} layers; expected 1 to {MOST_LAYERS}")
     _rope(path, header)
     return header
 
@@ -75,7 +81,7 @@ def description(path: Path) -> Path:
 def _describe(path: Path, header: Header, folder: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
-    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**_alone(path), trust_remote_code=False).save_pretrained(folder)
     config = _config(path, header)
     keys = (f"tokenizer.ggml.{name}" for name in _ENDS)
     ends = sorted({header.metadata[key] for key in keys if key in header.metadata})
@@ -138,14 +144,34 @@ def _from_file(path: Path) -> dict[str, Any]:
     if hasattr(transformers, "GgufConfig"):  # newer versions may keep weights packed where they have a kernel
         plain["quantization_config"] = transformers.GgufConfig(dequantize=True)
     config = _config(path, check_gguf(path))
-    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "config": config} | plain
+    return {**_alone(path), "config": config} | plain
+
+
+def _alone(path: Path) -> dict[str, str]:
+    """Return the arguments of `from_pretrained` for a GGUF file, in a folder of its own.
+
+    `transformers` would also read the configurations that lie beside the file, and may run the code that they name.
+    """
+    return {"pretrained_model_name_or_path": str(_folder_of_its_own(path.resolve())), "gguf_file": path.resolve().name}
+
+
+@functools.cache
+def _folder_of_its_own(path: Path) -> Path:
+    """Return a temporary folder, deleted at exit, with a link to the file and nothing else."""
+    folder = _temporary()
+    link = folder / path.name
+    try:
+        link.symlink_to(path)
+    except OSError:  # Windows allows symbolic links to administrators only
+        os.link(path, link)
+    return folder
 
 
 def _config(path: Path, header: Header) -> PretrainedConfig:
     """Return the file's configuration as `transformers` reads it, plus the file's RoPE scaling."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(**_alone(path), trust_remote_code=False)
     rope = _rope(path, header)
     if rope:
         config.rope_parameters = {**config.rope_parameters, **rope}
@@ -154,17 +180,26 @@ def _config(path: Path, header: Header) -> PretrainedConfig:
 
 def _rope(path: Path, header: Header) -> dict[str, Any]:
     """Return the RoPE scaling as configuration entries, empty if there is none. Raises `SelfspecError` if unknown."""
-    kind, factor = header.arch_value("rope.scaling.type"), header.arch_value("rope.scaling.factor")
+    kind = header.arch_value("rope.scaling.type")
     if "rope_freqs.weight" in header.tensors:
         return _llama3(path, header)
     if kind in (None, "none"):
         return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    original = header.arch_value("rope.scaling.original_context_length")
-    if kind == "yarn" and original:
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise SelfspecError(f"{path}: rope scaling '{kind}' is not supported in GGUF files")
+    original = header.arch_value(_ORIGINAL)
+    if kind == "linear" or (kind == "yarn" and original):
+        rope = {"rope_type": kind, "factor": _number(path, header, "rope.scaling.factor")}
+        return rope | ({"original_max_position_embeddings": int(_number(path, header, _ORIGINAL))} if original else {})
+    raise SelfspecError(f"{path}: rope scaling {short(kind)} is not supported in GGUF files")
+
+
+def _number(path: Path, header: Header, key: str, default: float | None = None) -> float:
+    """Return a positive number of the header; `default` if there is none. Raises `SelfspecError` for anything else."""
+    value = header.arch_value(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+        raise SelfspecError(f"{path}: {key} {short(value)}; expected a number above 0")
+    return value
 
 
 def _llama3(path: Path, header: Header) -> dict[str, Any]:
@@ -172,18 +207,23 @@ def _llama3(path: Path, header: Header) -> dict[str, Any]:
     import numpy as np
 
     tensor = header.tensors["rope_freqs.weight"]
+    unknown = SelfspecError(f"{path}: unknown rope frequencies in 'rope_freqs.weight'; expected Llama 3.1's")
+    if tensor.type != 0 or len(tensor.shape) != 1 or not tensor.shape[0]:
+        raise unknown
     divisors = np.fromfile(path, dtype="<f4", count=tensor.shape[0], offset=tensor.start)
-    if tensor.type == 0 and np.all(divisors == 1):
+    if np.all(divisors == 1):
         return {}
-    base = header.arch_value("rope.freq_base") or 10_000.0
+    if not np.all(np.isfinite(divisors) & (divisors > 0)):
+        raise unknown
+    base = _number(path, header, "rope.freq_base", 10_000.0)
     lengths = 2 * np.pi * base ** (np.arange(len(divisors)) / len(divisors))  # wavelengths in positions
     factor = float(np.round(divisors.max(), 3))
     original, high, low = (
         _LLAMA3[name] for name in ("original_max_position_embeddings", "high_freq_factor", "low_freq_factor")
     )
     share = np.clip((original / lengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency
-    if tensor.type != 0 or not np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-3):
-        raise SelfspecError(f"{path}: unknown rope frequencies in 'rope_freqs.weight'; expected Llama 3.1's")
+    if not np.allclose(divisors, 1 / ((1 - share) / factor + share), rtol=1e-3):
+        raise unknown
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
@@ -208,6 +248,11 @@ def _root() -> Path:
 
 @functools.cache
 def _lost() -> Path:
+    return _temporary()
+
+
+def _temporary() -> Path:
+    """Return a new temporary folder, deleted at exit."""
     folder = Path(tempfile.mkdtemp(prefix="selfspec-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -14,6 +14,7 @@ from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
 from selfspec.basics.hub import unreachable
 from selfspec.models.adapters import base_of, is_adapter, merged
+from selfspec.models.config_checks import check_config
 from selfspec.models.gguf import check_gguf, description, own_dtype, weights
 from selfspec.models.gguf_header import is_gguf
 from selfspec.models.pypi_models import PACKAGED, packaged_file
@@ -326,9 +327,10 @@ def _source(name: str) -> str:
 
 
 def _readable(name: str) -> str:
-    """Return `_source(name)` after `check_at_hand`. Raises as that function does."""
+    """Return `_source(name)` after `check_at_hand` and `check_config`. Raises as these functions do."""
     check_at_hand(name)
-    return _source(name)
+    check_config(name, source := _source(name))
+    return source
 
 
 def _device(name: str) -> torch.device:

@@ -25,6 +25,7 @@ import torch
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cache_folder, read_cached, write_cached
 from selfspec.basics.machine import machine
+from selfspec.basics.private_paths import is_private, open_private
 
 _log = logging.getLogger("selfspec")
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -66,9 +67,10 @@ def _library(wanted: str, compiler: str) -> Any:
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
     folder = _folder()
-    for known in _known(folder, name):
+    for known in folder.glob(f"{name}.*.so"):
         try:
-            return _typed(ctypes.CDLL(str(known)))
+            if (loaded := _load(known)) is not None:
+                return loaded
         except (OSError, AttributeError):
             known.unlink(missing_ok=True)
     failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
@@ -79,9 +81,9 @@ def _library(wanted: str, compiler: str) -> Any:
     except OSError as error:  # such as a full disk; not cached, as it is temporary
         return f"native kernels: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
     try:
-        if not isinstance(made, str):
-            return _typed(ctypes.CDLL(str(made)))
-        problem = f"native kernels: {made}"
+        if not isinstance(made, str) and (loaded := _load(made)) is not None:
+            return loaded
+        problem = f"native kernels: {made if isinstance(made, str) else f'{made} was exchanged; {_OTHERWISE}'}"
     except (OSError, AttributeError) as error:
         problem = f"native kernels: {made} cannot be loaded ({error}); {_OTHERWISE}"
     write_cached(failed, problem)
@@ -96,27 +98,40 @@ def _words(command: str) -> list[str]:
 
 
 def _folder() -> Path:
-    """Return the folder for compiled libraries: in the cache folder if only this user can write there."""
+    """Return the folder for compiled libraries: in the cache folder if only this user can write there.
+
+    Otherwise a temporary folder: loading a library runs its code.
+    """
+    folder = cache_folder() / "native"
     try:
-        folder = cache_folder() / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if _own(folder):
-            return folder
     except OSError:
         pass
+    else:
+        if is_private(folder):
+            return folder
+        _log.warning("%s: others may write there or above; the kernels are compiled for this run alone", folder)
     return Path(tempfile.mkdtemp(prefix="selfspec-native-"))
 
 
-def _known(folder: Path, name: str) -> list[Path]:
-    """Return the cached libraries of the size that their name states: a truncated library would crash the process."""
-    candidates = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
-    return [file for file, size in candidates if _own(file) and size == str(file.stat().st_size)]
+def _load(file: Path) -> Any:
+    """Load a compiled library. Return None unless only this user can have written it, in the size that its name states.
 
-
-def _own(path: Path) -> bool:
-    """Return whether only this user can have written a file, as loading a library runs its code."""
-    known = path.stat()
-    return not hasattr(os, "getuid") or (known.st_uid == os.getuid() and not known.st_mode & 0o022)
+    A truncated library would crash the process. The library is loaded through the descriptor that was checked. Raises
+    `OSError` or `AttributeError` if the file is not a library with the functions.
+    """
+    descriptor = open_private(file)
+    if descriptor is None:
+        return None
+    loaded = None
+    try:
+        if str(os.fstat(descriptor).st_size) == file.name.split(".")[1]:
+            checked = Path(f"/proc/self/fd/{descriptor}")  # not on all systems
+            loaded = _typed(ctypes.CDLL(str(checked if checked.exists() else file)))
+    finally:
+        if loaded is None:  # else it stays open: the loader takes another library of the same path for this one
+            os.close(descriptor)
+    return loaded
 
 
 def _instructions() -> str:

@@ -109,6 +109,11 @@ class ProposerSpec(Data):
         return self
 
 
+def proposers_of(spec: DraftSpec) -> Sequence[ProposerSpec]:
+    """Return the proposers of a draft spec, without those of the specs inside it; empty for a kind that has none."""
+    return getattr(spec, "proposers", None) or ()
+
+
 Proposers = Annotated[list[ProposerSpec], Field(min_length=1)]
 CheckedProposers = Annotated[
     Proposers | None, Field(description="Proposers whose tokens one draft step checks together; none by default.")

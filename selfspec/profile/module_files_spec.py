@@ -24,14 +24,19 @@ class ModuleFile(Data):
 
     @model_validator(mode="after")
     def _beside_the_profile(self) -> Self:
-        windows = PureWindowsPath(self.file)  # parses both separators, and drives
-        if windows.anchor or PurePosixPath(self.file).is_absolute() or ".." in windows.parts:
-            raise SelfspecError(
-                f"parts: {short(self.file)} is not beside the profile; expected a path from its folder, without '..'"
-            )
-        if windows.suffix != SUFFIX or "\0" in self.file:
+        check_beside(self.file, "parts")
+        if PureWindowsPath(self.file).suffix != SUFFIX:
             raise SelfspecError(f"parts: {short(self.file)} is no {SUFFIX} file; expected one")
         return self
+
+
+def check_beside(file: str, what: str) -> None:
+    """Raise `SelfspecError`, which begins with `what`, unless `file` is a path beside or below the profile's folder."""
+    windows = PureWindowsPath(file)  # parses both separators, and drives
+    if windows.anchor or PurePosixPath(file).is_absolute() or ".." in windows.parts or "\0" in file:
+        raise SelfspecError(
+            f"{what}: {short(file)} is not beside the profile; expected a path from its folder, without '..'"
+        )
 
 
 def sha256_of(file: Path) -> str:
@@ -64,6 +69,6 @@ def check_parts(parts: Mapping[str, ModuleFile], folder: Path) -> None:
             raise SelfspecError(f"part {short(name)}: {error}") from None
         if checksum != part.sha256:
             raise SelfspecError(
-                f"part {short(name)}: {folder / part.file} is another file than the profile was made with: "
-                f"its sha256 begins with {checksum[:12]}, not {part.sha256[:12]}"
+                f"part {short(name)}: {folder / part.file} is another file than the profile was made with; "
+                f"expected one whose sha256 begins with {part.sha256[:12]}"  # the file's may be a secret, behind a link
             )

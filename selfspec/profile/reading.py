@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,12 +15,61 @@ from pydantic.json_schema import GenerateJsonSchema
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text, write_text
 from selfspec.profile.draft_spec import PlainSpec, draft_kinds
-from selfspec.profile.module_files_spec import bring_parts, check_parts
+from selfspec.profile.module_files_spec import bring_parts, check_beside, check_parts
 from selfspec.profile.schema import Profile
+
+_LONGEST = 4 << 20  # most bytes of a profile
+_MOST_NODES = 500_000  # most values and keys of a profile, with the aliases written out
+_DEEPEST = 32  # most nested lists and mappings
+_LONGEST_NUMBER = 100  # most characters of a number: YAML's base 60 takes quadratic time
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that raises an error for a repeated key, of which YAML would silently keep the last."""
+    """YAML loader that raises an error for a repeated key, of which YAML would silently keep the last.
+
+    Merge keys, and what is too deep or too large with its aliases written out, are errors too, found before any value
+    is made: a few hundred bytes of nested aliases stand for more values than fit in any memory.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            self._measure(node, {})
+        return node
+
+    def _measure(self, node: yaml.Node, measured: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+        """Return the number of nodes below and with `node`, and their depth; an alias counts as a copy.
+
+        `measured`: the results so far by the nodes' ids; None while a node is being measured.
+        """
+        if id(node) in measured:
+            if (known := measured[id(node)]) is None:
+                raise yaml.MarkedYAMLError(problem="it refers to itself; write the values out")
+            return known
+        measured[id(node)] = None
+        count, depth = 1, 0
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag == "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(
+                    problem="merge keys (<<) are not supported; write the keys out", problem_mark=node.start_mark
+                )
+            number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            if number and len(node.value) > _LONGEST_NUMBER:
+                raise yaml.MarkedYAMLError(
+                    problem=f"a number of {len(node.value):,} characters; expected at most {_LONGEST_NUMBER}",
+                    problem_mark=node.start_mark,
+                )
+        else:
+            inside = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain.from_iterable(node.value)
+            for child in inside:
+                nodes, below = self._measure(child, measured)
+                count, depth = count + nodes, max(depth, 1 + below)
+        if depth > _DEEPEST or count > _MOST_NODES:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {_MOST_NODES:,} values or {_DEEPEST} levels, aliases written out; expected fewer"
+            )
+        measured[id(node)] = count, depth
+        return count, depth
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()
@@ -33,7 +83,7 @@ class _Loader(yaml.SafeLoader):
 
 def read_profile(path: Path) -> Profile:
     """Read a profile, and check the profile and its parts. Raises `SelfspecError`, which names file and problem."""
-    profile = parse_profile(read_text(path), source=str(path))
+    profile = parse_profile(read_text(path, most=_LONGEST), source=str(path))
     try:
         return profile.with_folder(path.parent)
     except SelfspecError as error:
@@ -53,13 +103,11 @@ def parse_profile(text: str, *, source: str) -> Profile:
         raise SelfspecError(f"{source}: expected a profile (a mapping with 'model' and 'draft'), got {_kind(data)}")
     try:
         _check_version(data)
-        return Profile.model_validate(data)
+        return _with_answers_beside(Profile.model_validate(data))
     except ValidationError as error:
         raise SelfspecError(f"{source}: {_explain(error)}") from None
     except SelfspecError as error:
         raise SelfspecError(f"{source}: {one_line(error)}") from None
-    except RecursionError:
-        raise SelfspecError(f"{source}: the YAML refers to itself; write the values out") from None
 
 
 def profile_text(profile: Profile) -> str:
@@ -75,8 +123,9 @@ def profile_text(profile: Profile) -> str:
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile atomically, and copy its parts from the folder that it was read from.
 
-    Raises `SelfspecError` if the file cannot be written, or a part is missing.
+    Raises `SelfspecError` if the file cannot be written, a part is missing, or earlier answers lie elsewhere.
     """
+    _with_answers_beside(profile)
     if profile.folder is not None:
         bring_parts(profile.parts, profile.folder, path.parent)
     check_parts(profile.parts, path.parent)
@@ -98,6 +147,13 @@ class _Schema(GenerateJsonSchema):
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
+
+
+def _with_answers_beside(profile: Profile) -> Profile:
+    """Return `profile`. Raises `SelfspecError` if it names a file of earlier answers that is not beside it."""
+    for path in profile.answers_paths:
+        check_beside(path, "answers")  # the file would be made, anywhere
+    return profile
 
 
 def _check_version(data: dict[Any, Any]) -> None:

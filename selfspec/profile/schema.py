@@ -21,7 +21,15 @@ from selfspec.profile import free_draft_specs as free_draft_specs
 from selfspec.profile import head_spec as head_spec  # imported to register the kinds
 from selfspec.profile import model_spec as model_spec
 from selfspec.profile import tree_merge_spec as tree_merge_spec
-from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, parse_draft
+from selfspec.profile.draft_spec import (
+    DraftSpec,
+    LayerSkipSpec,
+    LookupSpec,
+    PlainSpec,
+    ProposerSpec,
+    parse_draft,
+    proposers_of,
+)
 from selfspec.profile.module_files_spec import ModuleFile, check_parts
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff
 from selfspec.types.bits import BitsRead, bits_read
@@ -190,6 +198,8 @@ class Profile(Data):
         takes no proposers.
         """
         files: dict[Literal["store", "answers"], str | Path | None] = {"store": store, "answers": answers}
+        if answers is not None:
+            files["answers"] = Path(answers).absolute()  # a relative path in a profile is one from the profile's folder
         more = [ProposerSpec(kind=kind, path=str(path)) for kind, path in files.items() if path is not None]
         if not more:
             return self
@@ -199,7 +209,7 @@ class Profile(Data):
             return self.model_copy(update={"draft": draft, "acceptance": None, "also": also})
         if "proposers" not in type(self.draft).model_fields:
             raise SelfspecError(f"a draft of kind '{self.draft.kind}' takes no proposers; leave the {more[0].kind} out")
-        existing = [proposer for proposer in getattr(self.draft, "proposers", None) or () if proposer not in more]
+        existing = [proposer for proposer in proposers_of(self.draft) if proposer not in more]
         return self.model_copy(
             update={"draft": self.draft.model_copy(update={"proposers": [*existing, *more]}), "also": also}
         )
@@ -268,15 +278,35 @@ class Profile(Data):
             raise SelfspecError(f"part {short(name)}: the profile was not read from a file, beside which parts lie")
         return self._folder / self.parts[name].file
 
-    def with_folder(self, folder: Path) -> Self:
-        """Return the profile whose part files are looked up in `folder`.
+    @property
+    def answers_paths(self) -> list[str]:
+        """The paths of all files of earlier answers, as the profile names them."""
+        leaves = [leaf for alternative in self.alternatives for leaf in alternative.draft.leaf_specs]
+        named = [proposer for leaf in leaves for proposer in proposers_of(leaf) if proposer.kind == "answers"]
+        return [proposer.path for proposer in named if proposer.path is not None]
 
-        Raises `SelfspecError` if a file is missing, or is not the one that the profile was written with.
+    def local_proposers(self, spec: DraftSpec) -> list[ProposerSpec]:
+        """Return the proposers of `spec`; relative paths of earlier answers begin at the profile's folder, if any."""
+        return [
+            proposer.model_copy(update={"path": str(self._folder / proposer.path)})
+            if proposer.kind == "answers" and proposer.path is not None and self._folder is not None
+            else proposer
+            for proposer in proposers_of(spec)
+        ]
+
+    def with_folder(self, folder: Path) -> Self:
+        """Return the profile whose part files and earlier answers are looked up in `folder`.
+
+        Raises `SelfspecError` if a part is missing, or is not the one that the profile was written with, and if a file
+        of answers is a link out of the folder, since new answers would be written there.
         """
         check_parts(self.parts, folder)
-        if not self.parts and not self.draft.may_name_files:
+        for path in self.answers_paths:
+            if not (folder / path).resolve().is_relative_to(folder.resolve()):
+                raise SelfspecError(f"answers: {folder / path} is a link out of the profile's folder; expected a file")
+        if not self.parts and not self.draft.may_name_files and not self.answers_paths:
             return self
-        profile = self.model_copy()
+        profile = self.model_copy(update={"also": [other.with_folder(folder) for other in self.also]})
         profile._folder = folder
         return profile
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, kind, read_text
+from selfspec.basics.files import check_writable, kind, parse_json, read_text
 from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
 from selfspec.proposers.lookup import FIRST
 from selfspec.proposers.suffix_automaton import NO_MATCH, SuffixAutomaton
@@ -52,7 +52,7 @@ class AnswerHistory:
     def _read(self, line: str) -> list[int]:
         """Return the tokens of a line; an empty list if the line is incomplete or invalid."""
         try:
-            text = json.loads(line)
+            text = parse_json(line)
         except ValueError:
             return []
         valid = isinstance(text, list) and all(type(token) is int and 0 <= token < self._vocabulary for token in text)
@@ -102,20 +102,23 @@ def check_answers(path: str | Path) -> None:
 
 
 def keeps_answers(path: str | Path) -> bool:
-    """Return whether a file holds earlier answers."""
+    """Return whether a file holds earlier answers. Raises `SelfspecError` if it cannot be read."""
     path = Path(path)
     if not path.is_file():
         return False
-    with path.open(errors="replace") as file:
-        return _vocabulary(file.readline(200)) is not None
+    try:
+        with path.open(errors="replace") as file:
+            return _vocabulary(file.readline(200)) is not None
+    except OSError as error:
+        raise SelfspecError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def _vocabulary(line: str) -> int | None:
     """Return the vocabulary size in the first line of an answers file; None for any other file."""
     try:
-        header = json.loads(line)
+        header = parse_json(line)
         return int(header["vocabulary"]) if header["format"] == _FORMAT else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -7,7 +7,7 @@ Does not need torch, and needs numpy only for building.
 
 from __future__ import annotations
 
-import json
+import itertools
 import mmap
 import struct
 from collections import Counter
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_file, write_bytes
+from selfspec.basics.files import check_file, parse_json, write_bytes
 from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
 
 REACH = 16  # longest match, in tokens
@@ -52,18 +52,19 @@ class Store:
             with self.path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             (size,) = _SIZE.unpack_from(self._map, 0)
-            header = json.loads(self._map[_SIZE.size : _SIZE.size + size])
+            header = parse_json(self._map[_SIZE.size : _SIZE.size + size])
             metadata = header["__metadata__"]
             start = _SIZE.size + size
             first, end, order, over = (
                 int(offset) for part in ("tokens", "order") for offset in header[part]["data_offsets"]
             )
             self.vocabulary, self.texts = int(metadata["vocabulary"]), int(metadata["texts"])
-            if metadata["format"] != _FORMAT or start + max(end, over) > len(self._map):
+            inside = 0 <= first <= end <= len(self._map) - start and 0 <= order <= over <= len(self._map) - start
+            if metadata["format"] != _FORMAT or not inside or (end - first) % _PLACE.size or self.vocabulary < 1:
                 raise ValueError
         except OSError as error:
             raise SelfspecError(f"{self.path}: cannot be read ({error.strerror})") from None
-        except (ValueError, KeyError, TypeError, struct.error):
+        except (ValueError, KeyError, TypeError, OverflowError, struct.error):
             raise SelfspecError(f"{self.path}: is no store of texts; make one with: selfspec index") from None
         self._tokens, self._end = start + first, start + end
         self._order, self.tokens = start + order, (over - order) // _PLACE.size
@@ -90,17 +91,21 @@ class Store:
         return StoreMatch(length, self._bisect(head, 0, index), self._bisect(head, index, self.tokens, after=True))
 
     def continuations(self, match: StoreMatch, most: int) -> list[tuple[int, ...]]:
-        """Return the tokens that followed up to `VOTES` evenly spaced matches: at most `most`, to the text's end."""
+        """Return the tokens that followed up to `VOTES` evenly spaced matches: at most `most`, to the text's end.
+
+        A damaged store's tokens end before one that is not of its vocabulary.
+        """
         count = match.last - match.first
         taken = range(count) if count <= VOTES else (i * count // VOTES for i in range(VOTES))
         return [self._following(match.first + i, most) for i in taken]
 
     def _following(self, place: int, most: int) -> tuple[int, ...]:
         (offset,) = _PLACE.unpack_from(self._map, self._order + 4 * place)
-        n = min(most, offset)
         read = self._tokens + 4 * offset
+        n = min(most, offset) if read <= self._end else 0
         tokens = struct.unpack(f">{n}I", self._map[read - 4 * n : read])[::-1]
-        return tokens[: tokens.index(_SEPARATOR)] if _SEPARATOR in tokens else tokens
+        vocabulary = self.vocabulary
+        return tuple(itertools.takewhile(lambda token: token < vocabulary, tokens))  # the separator is beyond it
 
     def _entry(self, place: int, size: int) -> bytes:
         (offset,) = _PLACE.unpack_from(self._map, self._order + 4 * place)

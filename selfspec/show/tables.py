@@ -5,7 +5,6 @@ The frames of a search's trials are in `selfspec.search.trial_tables`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from selfspec.basics.checked_model import Json
 from selfspec.basics.errors import SelfspecError, one_line, short
-from selfspec.basics.files import read_text
+from selfspec.basics.files import parse_json, read_text
 from selfspec.profile.schema import Profile
 from selfspec.types.stats import Round, acceptance_by_position
 
@@ -87,11 +86,11 @@ def read_bench(path: Path) -> Json:
     """Return the JSON object in a file written by `selfspec bench --out`. Raises `SelfspecError` for any other file."""
     text = read_text(path)
     try:
-        bench: Json = json.loads(text)
+        bench: Json = parse_json(text)
         check_bench(bench)
     except SelfspecError as error:
         raise SelfspecError(f"{path}: {error}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SelfspecError(f"{path}: not valid JSON ({one_line(error)})") from None
     return bench
 

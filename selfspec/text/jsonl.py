@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_file
+from selfspec.basics.files import check_file, parse_json
 from selfspec.text.prompt import Prompt, is_chat, is_unicode, token_ids
 
 
@@ -119,9 +118,7 @@ def json_rows(path: Path) -> Iterator[tuple[Line, Any]]:
 def json_row(text: str, where: str) -> Any:
     """Parse a line of a .jsonl file. Raises `SelfspecError` for invalid JSON."""
     try:
-        return json.loads(text)
-    except RecursionError:
-        raise SelfspecError(f"{where}: not valid JSON (nested too deeply)") from None
+        return parse_json(text)
     except ValueError as error:
         raise SelfspecError(f"{where}: not valid JSON ({getattr(error, 'msg', error)})") from None
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind, write_bytes
 from selfspec.runtime.forward import Runtime
 from selfspec.training.texts import TrainingText
@@ -54,10 +56,14 @@ class Progress:
     history: list[tuple[float, float]] = field(default_factory=list)
 
 
+_PROGRESS = TypeAdapter(Progress)
+_ENTRIES = ("config", "net", "optimizer", "best", "progress")  # of a checkpoint
+
+
 class State:
     """The checkpoint of a training in one file: weights, optimiser state, best weights, and progress.
 
-    A checkpoint at `path` is loaded if it was written with the same `config`.
+    A checkpoint at `path` is loaded if it was written with the same `config`, and can be read.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
@@ -69,8 +75,9 @@ class State:
             try:
                 checkpoint = torch.load(path, weights_only=True)
                 if checkpoint["config"] == config:
-                    self._checkpoint = checkpoint
-                    self.progress = Progress(**checkpoint["progress"])
+                    progress = _PROGRESS.validate_python(checkpoint["progress"])
+                    self._checkpoint = {name: checkpoint[name] for name in _ENTRIES}
+                    self.progress = progress
             except Exception:  # damaged, or of another version
                 _log.warning("%s: the checkpoint cannot be resumed; fitting starts again", path)
 
@@ -80,14 +87,23 @@ class State:
         return bool(self._checkpoint)
 
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
-        """Load weights and optimiser state from the checkpoint, if there is one."""
+        """Load weights and optimiser state from the checkpoint, if there is one. Raises `SelfspecError` as `_load`."""
         if self.resumable:
-            learner.net.load_state_dict(self._checkpoint["net"])
-            optimizer.load_state_dict(self._checkpoint["optimizer"])
+            self._load(learner.net, "net")
+            self._load(optimizer, "optimizer")
 
     def best_into(self, learner: Fittable) -> None:
-        """Load the best weights so far into the learner."""
-        learner.net.load_state_dict(self._checkpoint["best"])
+        """Load the best weights so far into the learner. Raises `SelfspecError` as `_load`."""
+        self._load(learner.net, "best")
+
+    def _load(self, target: nn.Module | torch.optim.Optimizer, name: str) -> None:
+        """Load an entry of the checkpoint. Raises `SelfspecError` if the entry is not of this training."""
+        try:
+            target.load_state_dict(self._checkpoint[name])
+        except Exception as error:  # a damaged or foreign checkpoint can raise anything
+            raise SelfspecError(
+                f"{self.path}: the checkpoint does not fit this training ({reason(error)}); delete it to start anew"
+            ) from None
 
     def save(self, learner: Fittable, optimizer: torch.optim.Optimizer, acceptance: list[float]) -> None:
         """Write the checkpoint atomically, keeping the weights with the best `acceptance` of held-out texts."""

@@ -83,9 +83,9 @@ class TextStore:
         try:
             with safe_open(path, "pt") as file:
                 sizes_by_number = json.loads(file.metadata()["texts"])
+            places = {int(number): _Place(path, *map(int, sizes)) for number, sizes in sizes_by_number.items()}
         except Exception:  # a damaged or foreign file: its texts are made again
             return
-        places = {int(number): _Place(path, *sizes) for number, sizes in sizes_by_number.items()}
         self.index.update({n: place for n, place in places.items() if self.most is None or n < self.most})
 
     def __len__(self) -> int:

@@ -46,6 +46,7 @@ def write_gguf(
     _sizes(writer, config)
     _tokens(writer, config.vocab_size)
     for key, value in (more or {}).items():
+        writer.kv_data[0].pop(key, None)
         {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

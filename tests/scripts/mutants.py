@@ -250,9 +250,9 @@ MUTANTS = (
         "profile: candidates of a path are dropped",
         "selfspec/drafters/registry.py",
         "        candidates=spec.candidates,\n        confidence=spec.confidence or PROBABILITY,\n"
-        "        proposer_chain=make_proposer_chain(spec.proposers or (), wider, ",
+        "        proposer_chain=make_proposer_chain(profile.local_proposers(spec), wider, ",
         "        confidence=spec.confidence or PROBABILITY,\n"
-        "        proposer_chain=make_proposer_chain(spec.proposers or (), wider, ",
+        "        proposer_chain=make_proposer_chain(profile.local_proposers(spec), wider, ",
         "drafters/test_every_field.py",
     ),
     # -- the server's accounts

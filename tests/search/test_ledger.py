@@ -9,10 +9,12 @@ import pytest
 from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from selfspec.search.front_pick import as_profile, best_within, memory_of, pareto
 from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import open_storage
+from selfspec.search.trial_tables import sensitivity_frame, trials_frame
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.schema import Calibration
@@ -185,6 +187,47 @@ def test_anything_else_is_one_clear_line(path, text):
             assert "\n" not in str(error)
             assert str(path) in str(error)
         path.unlink()
+
+
+HOSTILE = st.sampled_from(
+    [None, True, -1, 0, 10**30, 1e308, float("inf"), float("nan"), "", "x", "\u202e", [], [None], [[]], {}, {"x": 1}]
+)
+
+
+def places(value, at=()):
+    """Every place of a JSON value, those inside texts of JSON included."""
+    yield at
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in inside:
+        yield from places(child, (*at, key))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300), deadline=None)
+@given(data=st.data())
+def test_a_journal_with_any_other_value_is_one_clear_line(written, data):
+    lines = written.read_text().splitlines()
+    number = data.draw(st.integers(0, len(lines) - 1))
+    line = json.loads(lines[number])
+    *outer, last = data.draw(st.sampled_from([*places(line)][1:]))
+    holder = line
+    for key in outer:
+        holder = holder[key]
+    holder[last] = data.draw(HOSTILE)
+    other = written.with_name("other.jsonl")
+    other.write_text("\n".join([*lines[:number], json.dumps(line), *lines[number + 1 :]]) + "\n")
+    for read in (
+        lambda ledger: ledger.claimed(),
+        trials_frame,
+        sensitivity_frame,
+        best_within,
+        lambda ledger: pareto(ledger.entries, memory_of(ledger)),
+        lambda ledger: as_profile(ledger, ledger.entries[0]) if ledger.entries else None,
+    ):
+        try:
+            read(Ledger(other, None))
+        except SelfspecError as error:
+            assert "\n" not in str(error)
+            assert "other.jsonl" in str(error) or "study" in str(error)
 
 
 def test_in_memory_nothing_is_written(tmp_path, monkeypatch):

@@ -221,7 +221,10 @@ WRONG = {
     "storage alone": (["--storage", "trials.jsonl"], "--storage trials.jsonl: given without --study"),
     "no study": (["--study", "no.jsonl"], "no.jsonl: no such file; expected a file of trials"),
     "no trials": (["--study", "empty.jsonl"], "study: not named; the storage holds no study"),
-    "a study of little": (["--study", "little.jsonl"], "little.jsonl is damaged (ValidationError); give --profile"),
+    "a study of little": (
+        ["--study", "little.jsonl"],
+        "(ValidationError); delete it to start anew, or give --profile",
+    ),
     "no bench": (["--bench", "p.yaml"], "p.yaml: not valid JSON"),
     "no profile": (["--profile", "nothing"], "no shipped profile of that name"),
     "over the bench": (["--bench", "b.json", "--out", "b.json"], "--out b.json would write over a file to be shown"),

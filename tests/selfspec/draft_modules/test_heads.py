@@ -142,3 +142,12 @@ def test_a_part_without_its_tensors(runtime, kind):
 def test_kinds_that_are_no_heads(runtime):
     with pytest.raises(SelfspecError, match="of kind 'wings'; expected a head"):
         make_head(runtime, PartFile("wings", {}, {}, runtime.skeleton.identity))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("medusa", "places"), ("medusa", "blocks"), ("mlp", "places")])
+@pytest.mark.parametrize("number", [10**9, 0])
+def test_a_head_of_a_billion_modules_is_refused_at_once(kind, name, number, runtime):
+    made = random_learner(runtime, WORDS, kind).part()
+    settings = {**made.settings, "net": {**made.settings["net"], name: number}}
+    with pytest.raises(SelfspecError, match=f"a head of {number} {name}; expected 1 to 64"):
+        make_head(runtime, PartFile(kind, settings, made.tensors, made.model))

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hostile import Code
 from models import small
 from safetensors.torch import save_file
 from torch import nn
@@ -333,3 +334,21 @@ def test_folders_that_are_no_heads(runtime, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SelfspecError, match="holds no weights of a head; expected one of model.safetensors"):
         read_published(tmp_path, runtime)
+
+
+@pytest.mark.parametrize(
+    ("saved", "why"),
+    [
+        (lambda ran: {"head.weight": Code(ran)}, ""),
+        (lambda ran: Code(ran), ""),
+        (lambda ran: [torch.zeros(1)], "expected tensors by name"),
+        (lambda ran: {"head.weight": 1}, "expected tensors by name"),
+    ],
+)
+def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(saved, why, runtime, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(saved(tmp_path / "ran"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(SelfspecError, match=rf"pytorch_model.bin: no tensors can be read from it .*{why}") as raised:
+        read_published(tmp_path, runtime)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "ran").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import jsonschema
@@ -177,7 +178,8 @@ def test_guesses_that_cannot_be(draft, said, llm):
 @pytest.mark.parametrize("kind", ["store", "answers"])
 def test_a_file_of_texts_joins_what_a_profile_drafts(kind):
     """Beside its own guesses, once; where nothing is drafted, with lookup; and not where a kind takes none."""
-    file = ProposerSpec(kind=kind, path="some.texts")
+    named = "some.texts" if kind == "store" else str(Path("some.texts").absolute())
+    file = ProposerSpec(kind=kind, path=named)
 
     def joined(profile):
         return profile.with_proposers(**{kind: "some.texts"})
@@ -189,7 +191,11 @@ def test_a_file_of_texts_joins_what_a_profile_drafts(kind):
     assert joined(parsed("{kind: plain}")).draft == LookupSpec(proposers=[ProposerSpec(), file])
     assert path.with_proposers() is path
     both = path.with_proposers(store="a", answers="b").draft.proposers
-    assert [(one.kind, one.path) for one in both] == [("lookup", None), ("store", "a"), ("answers", "b")]
+    assert [(one.kind, one.path) for one in both] == [
+        ("lookup", None),
+        ("store", "a"),
+        ("answers", str(Path("b").absolute())),
+    ]
     with pytest.raises(SelfspecError, match=f"kind 'recycle' takes no proposers; leave the {kind} out"):
         joined(parsed("{kind: recycle}"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from chats import with_template
 
@@ -77,3 +79,29 @@ def test_a_template_says_what_it_does_not_take(llm):
         chat.chat([message("system", "x"), USER])
     with pytest.raises(SelfspecError, match="the tokenizer has no chat template"):
         llm.chat([USER])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('ran') }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['__builtins__']['open']('ran', 'w') }}",
+        "{{ 'x'|attr('__class__')|attr('__mro__') }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template, llm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.chat_template = template
+    try:
+        text = tokenizer.decode(render(tokenizer, [USER]))
+    except SelfspecError as error:
+        assert "the tokenizer's chat template fails" in str(error)
+        assert "\n" not in str(error)
+    else:
+        assert "class" not in text, "an undefined value is an empty text"
+    assert not (tmp_path / "ran").exists()

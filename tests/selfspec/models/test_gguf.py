@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import struct
@@ -190,7 +191,44 @@ def test_frequencies_that_are_not_scaled_change_nothing(tmp_path):
     torch.testing.assert_close(logits(load_model(str(path), dtype="float32")[0]), logits(model), atol=1e-4, rtol=1e-4)
 
 
+def test_code_beside_the_file_is_never_run(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")))
+    named = {
+        "AutoTokenizer": [None, "code.Tokenizer"],
+        "AutoConfig": "code.Config",
+        "AutoModelForCausalLM": "code.Model",
+    }
+    for name in ("tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps({"auto_map": named, "tokenizer_class": "Tokenizer", "model_type": "x"}))
+    (tmp_path / "code.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    loaded, tokenizer = load_model(str(path), dtype="float32")
+    assert loaded.config.model_type == "llama"
+    assert tokenizer.decode(tokenizer("def main():").input_ids) == "def main():"
+    assert not (tmp_path / "ran").exists()
+
+
 REFUSED = {
+    "layers": ({"llama.block_count": 10**7}, "10000000 layers; expected 1 to 10000"),
+    "no number of layers": ({"llama.block_count": "many"}, "'many' layers; expected 1 to 10000"),
+    "rope's factor is a text": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": "x"},
+        "rope.scaling.factor 'x'; expected a number above 0",
+    ),
+    "rope's factor is none": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float("nan")},
+        "rope.scaling.factor nan; expected a number above 0",
+    ),
+    "rope's factor is missing": ({"llama.rope.scaling.type": "linear"}, "rope.scaling.factor None; expected a number"),
+    "rope's length is a text": (
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 2.0,
+            "llama.rope.scaling.original_context_length": "x",
+        },
+        "rope.scaling.original_context_length 'x'; expected a number above 0",
+    ),
+    "rope's type is a number": ({"llama.rope.scaling.type": 7}, "rope scaling 7 is not supported"),
     "experts": ({"llama.expert_count": 4}, "a mixture of experts"),
     "split": ({"split.count": 3}, "one of 3 parts of a split model; join them first"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
@@ -205,8 +243,11 @@ def test_what_cannot_be_served_is_refused_before_anything_heavy(case, tmp_path):
         check_model_name(str(path))
 
 
-def test_unknown_frequencies_are_refused(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), freqs=np.linspace(1, 3, 8))
+@pytest.mark.parametrize(
+    "freqs", [np.linspace(1, 3, 8), np.zeros(8), np.full(8, np.nan), np.full(8, -np.inf), np.full((2, 4), 2.0)]
+)
+def test_unknown_frequencies_are_refused(freqs, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), freqs=freqs)
     with pytest.raises(SelfspecError, match="unknown rope frequencies"):
         check_gguf(path)
 
@@ -245,6 +286,15 @@ def test_a_broken_header_never_raises_anything_else(sound, at, byte):
         check_gguf(broken)
     except SelfspecError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("at", [8, 16])  # the numbers of tensors, and of metadata
+def test_counts_of_2_60_are_refused_at_once(at, sound, tmp_path):
+    whole = bytearray(sound.read_bytes())
+    whole[at : at + 8] = struct.pack("<Q", 2**60)
+    (tmp_path / "m.gguf").write_bytes(whole)
+    with pytest.raises(SelfspecError, match=r"m.gguf: cut off or broken: its header cannot be read"):
+        check_gguf(tmp_path / "m.gguf")
 
 
 def test_an_old_version_is_told(sound, tmp_path):

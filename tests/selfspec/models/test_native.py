@@ -621,6 +621,44 @@ def test_a_folder_that_others_may_write_to_is_not_used(put, tmp_path):
 
 
 @needs_native
+def test_a_folder_above_which_others_may_write_is_not_used(put, tmp_path, caplog):
+    file = put(b"what would be run, were it a library", 0o700)
+    file.parent.parent.chmod(0o777)
+    assert native_library.library().selfspec_vector() == 7
+    assert "others may write there or above" in caplog.text
+    assert list(file.parent.iterdir()) == [file]
+
+
+@needs_native
+def test_a_link_is_not_loaded(put, tmp_path):
+    file = put(b"", 0o700)
+    (made,) = (tmp_path / "cache" / "native").iterdir()
+    file.unlink()
+    file.symlink_to(made)
+    assert native_library.library().selfspec_vector() == 7
+    assert not file.is_symlink(), "it was compiled anew"
+
+
+@needs_native
+def test_what_is_loaded_is_what_was_checked(monkeypatch, quick):
+    """The path is exchanged between the check and the loading."""
+    native_library.library()
+    (file,) = quick.iterdir()
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("this system has no /proc")
+    checked = native_library.open_private
+
+    def exchanged(path):
+        descriptor = checked(path)
+        path.unlink()
+        path.write_bytes(b"what would be run, were it a library")
+        return descriptor
+
+    monkeypatch.setattr(native_library, "open_private", exchanged)
+    assert native_library._load(file).selfspec_vector() == 7
+
+
+@needs_native
 def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere(quick, tmp_path):
     quick.parent.write_text("no folder")
     assert native_library.library().selfspec_vector() == 7
@@ -639,8 +677,8 @@ def test_half_a_file_is_not_even_loaded(put, monkeypatch):
     """Which would end the process."""
     file = put(b"no library", 0o700)
     os.truncate(file, file.stat().st_size // 2)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: pytest.fail("it was tried"))
-    assert native_library._known(file.parent, file.name.split(".")[0]) == []
+    monkeypatch.setattr(native_library.ctypes, "CDLL", lambda *_: pytest.fail("it was tried"))
+    assert native_library._load(file) is None
 
 
 @pytest.mark.parametrize("nonsense", ['"', "", "  "])

@@ -265,7 +265,11 @@ KINDS = "plain, layer-skip, lookup, recycle, swift, clasp, input, jacobi, lookah
         (V2 + "draft: {kind: clasp, skip_layers: 5}", "draft.skip_layers: 5; expected at most the model's 4"),
         ('a: "\\U80000000"', "not valid YAML"),  # beyond what a character's number may be
         ("model: {layers: 4}\nskip: {mlp: [1]}\nskip: {}", "line 3: not valid YAML .'skip' is given twice"),
-        ("version: 2\na: &a [*a]", "unknown key|model"),
+        ("version: 2\na: &a [*a]", "it refers to itself; write the values out"),
+        (f"{V2}note: {'9' * 101}", "line 3: .*a number of 101 characters; expected at most 100"),
+        (f"{V2}note: 1{':1' * 60}", "line 3: .*a number of 121 characters"),
+        ("version: 2\nmodel: {<<: {layers: 4}}", "line 2: .*merge keys .<<. are not supported; write the keys out"),
+        (V2 + "note: " + "[" * 33 + "]" * 33, "more than 500,000 values or 32 levels"),
         ("version: 2\nmodel: {layers: 4}\npublished: {papers: x}", "unknown key 'published.papers'"),
         ("version: 2\nmodel: {layers: 4}\npublished: {commit: 1}", "published.commit: .* string, got 1"),
     ],
@@ -273,6 +277,39 @@ KINDS = "plain, layer-skip, lookup, recycle, swift, clasp, input, jacobi, lookah
 def test_what_is_wrong_is_said(text, message):
     with pytest.raises(SelfspecError, match=message):
         parse_profile(text, source="p.yaml")
+
+
+def nested(first, again, levels=24):
+    """A YAML mapping whose every level has the level before it twice."""
+    lines = [f"l0: &l0 {first}", *(f"l{i}: &l{i} {again.format(f'*l{i - 1}')}" for i in range(1, levels))]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (nested("{a: 1}", "{{<<: [{0}, {0}]}}"), "line 4: .*merge keys"),
+        (nested("{model: {layers: 4}, also: []}", "{{model: {{layers: 4}}, also: [{0}, {0}]}}"), "500,000 values"),
+        (nested("[1]", "{{a: {0}}}", levels=100), "32 levels"),
+    ],
+)
+def test_aliases_that_stand_for_more_than_any_memory_holds_are_refused(text, message):
+    assert len(text) < 6000
+    with pytest.raises(SelfspecError, match=message):
+        parse_profile(f"{V2}{text}", source="p.yaml")
+
+
+def test_an_alias_may_stand_for_a_few_values():
+    text = f"{V2}draft: {{kind: layer-skip, skip: {{attention: &a [1, 2], mlp: *a}}}}"
+    assert parse_profile(text, source="p.yaml").skip_set == SkipSet((1, 2), (1, 2))
+
+
+def test_a_profile_of_many_megabytes_is_not_read(tmp_path):
+    path = tmp_path / "p.yaml"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(SelfspecError, match=r"p.yaml: 1,099,511,627,776 bytes; expected at most 4,194,304$"):
+        read_profile(path)
 
 
 def test_a_published_set_without_measurements_is_valid():

@@ -168,3 +168,18 @@ def test_texts_with_a_seed_neither_learn_nor_are_guessed(tmp_path):
         assert (list(proposal.tokens), proposal.source) == (([], "") if seeded else ([3], "answers"))
         reading.finish([1, 2, 8, 8])
         assert len([*answers]) == 2
+
+
+@pytest.mark.parametrize("first", ["[" * 100_000, '{"format": "selfspec answers 1", "vocabulary": Infinity}'])
+def test_a_hostile_first_line_is_that_of_another_file(first, tmp_path):
+    path = tmp_path / "some.answers"
+    path.write_text(first + "\n[1]")
+    with pytest.raises(SelfspecError, match="holds no answers that selfspec kept; name another file"):
+        AnswerHistory(path, VOCABULARY)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[9]", "[-1]", "[1e999]", "[true]", "9" * 5000, '{"a": 1}'])
+def test_a_hostile_answer_is_skipped(line, tmp_path):
+    path = tmp_path / "some.answers"
+    path.write_text(json.dumps({"format": "selfspec answers 1", "vocabulary": VOCABULARY}) + f"\n{line}\n[1,2]")
+    assert [*AnswerHistory(path, VOCABULARY)] == [(1, 2)]

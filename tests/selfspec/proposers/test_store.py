@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from stores import FOLDER, babble, stored
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.proposers.base import NO_PROPOSAL
-from selfspec.proposers.store import LEARNT, REACH, VOTES, Store, write_store
+from selfspec.proposers.store import LEARNT, REACH, VOTES, Store, StoreProposer, write_store
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 texts = st.lists(tokens, min_size=1, max_size=5)
@@ -160,3 +161,56 @@ def test_what_cannot_be_stored(tmp_path):
         Store(path)
     with pytest.raises(SelfspecError, match="folder"):
         Store(tmp_path)
+
+
+def damaged(file, first, data):
+    """The file with other bytes from `first` on."""
+    whole = bytearray(file.read_bytes())
+    whole[first : first + len(data)] = data
+    (other := file.with_name("other.store")).write_bytes(whole)
+    return other
+
+
+def test_tokens_beyond_the_vocabulary_are_not_proposed():
+    store = stored([[1, 2, 3, 4], [0, 2, 3, 5]], 9).store
+    other = damaged(store.path, store._tokens, struct.pack(">2I", 9, 2**31))  # 3 5 and 2 3 4, backwards
+    reader = StoreProposer(Store(other)).reader()
+    for token in (0, 2):
+        reader.append(token)
+    assert [token for token in reader.look_up((), 4).tokens if token >= 9] == []
+
+
+@given(first=st.integers(0, 10**6), data=st.binary(min_size=1, max_size=8))
+def test_a_damaged_store_is_refused_or_proposes_tokens_of_its_vocabulary(first, data):
+    store = stored([[1, 2, 3, 4, 1, 2], [0, 2, 3, 5]], 9).store
+    try:
+        proposer = StoreProposer(Store(damaged(store.path, first % store.path.stat().st_size, data)))
+    except SelfspecError as error:
+        assert "is no store of texts" in str(error)
+        return
+    reader = proposer.reader()
+    for token in (1, 2, 3, 1, 2):
+        reader.append(token)
+        assert all(0 <= proposed < proposer.store.vocabulary for proposed in reader.look_up((), 8).tokens)
+    assert sum(map(len, proposer.store)) <= proposer.store.path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b"[]",
+        b'{"__metadata__": {"format": "selfspec store 1", "vocabulary": "9", "texts": "1"}, '
+        b'"tokens": {"data_offsets": [0, Infinity]}, "order": {"data_offsets": [0, 0]}}',
+        b'{"__metadata__": {"format": "selfspec store 1", "vocabulary": "9", "texts": "1"}, '
+        b'"tokens": {"data_offsets": [-8, 0]}, "order": {"data_offsets": [0, 0]}}',
+        b'{"__metadata__": {"format": "selfspec store 1", "vocabulary": "9", "texts": "1"}, '
+        b'"tokens": {"data_offsets": [0, 0]}, "order": {"data_offsets": [0, 1152921504606846976]}}',
+    ],
+)
+@pytest.mark.parametrize("size", [None, 2**60])
+def test_a_hostile_header_is_refused(header, size, tmp_path):
+    path = tmp_path / "a.store"
+    path.write_bytes(struct.pack("<Q", len(header) if size is None else size) + header)
+    with pytest.raises(SelfspecError, match=r"a.store: is no store of texts; make one with: selfspec index"):
+        Store(path)
