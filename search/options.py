@@ -160,6 +160,15 @@ class SearchOptions:
             panel=_SETS,
         ),
     ] = None
+    int4: Annotated[
+        str,
+        Option(
+            metavar="METHOD",
+            help="Quantiser of int4 weights: nearest, weighted, gptq, auto (by the amount of text), or a file that "
+            "selfspec quantize made.",
+            panel=_SETS,
+        ),
+    ] = "auto"
     drafters: Annotated[
         str,
         Option(
@@ -172,15 +181,6 @@ class SearchOptions:
         Path | None,
         Option(metavar="FILE", help="Retrieval store, made by index, as a source of lookup tokens.", panel=_DRAFTS),
     ] = None
-    int4: Annotated[
-        str,
-        Option(
-            metavar="METHOD",
-            help="Quantiser of int4 weights: nearest, weighted, gptq, auto (by the amount of text), or a file that "
-            "selfspec quantize made.",
-            panel=_SETS,
-        ),
-    ] = "auto"
     granularity: Annotated[
         str, Option(help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", panel=_SETS)
     ] = "sublayer"

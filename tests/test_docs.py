@@ -167,7 +167,7 @@ def sections():
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
         rows = re.findall(r"^\| (`--?.*?) \|", body, flags=re.MULTILINE)
-        yield heading.replace("`", "").strip(), {o for row in rows for o in re.findall(r"--[a-z][a-z-]*", row)}
+        yield heading.replace("`", "").strip(), {o for row in rows for o in re.findall(r"--[a-z][a-z0-9-]*", row)}
 
 
 def test_every_option_is_told():

@@ -20,6 +20,7 @@ from selfspec.cli.options import (
     TrainCommand,
 )
 from selfspec.cli.profile_app import profile_app
+from selfspec.cli.quantize_options import QuantizeCommand
 from selfspec.cli.report_app import report_app
 from selfspec.cli.serve_options import ServeCommand
 
@@ -60,6 +61,15 @@ def search(command: SearchCommand) -> int:
 def train(command: TrainCommand) -> int:
     """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
     from selfspec.cli.train import run
+
+    return run(command)
+
+
+@app.command()
+@flatten_options
+def quantize(command: QuantizeCommand) -> int:
+    """Quantise a model's weights to int4 for drafting, better than rounding to nearest; resumable."""
+    from selfspec.cli.quantize import run
 
     return run(command)
 

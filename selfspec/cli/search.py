@@ -36,7 +36,7 @@ def run(command: SearchCommand) -> int:
     _check_places(command)
     prompts = command.data.read()
     console = stderr()
-    with _Watch(console) as watch:
+    with SearchWatch(console) as watch:
         watch.loading()
         profile = _search(command, prompts, budget, watch)
     if profile is None:
@@ -55,7 +55,7 @@ def run(command: SearchCommand) -> int:
     return 0
 
 
-def _search(command: SearchCommand, prompts: Prompts | None, budget: Budget, watch: _Watch) -> Profile | None:
+def _search(command: SearchCommand, prompts: Prompts | None, budget: Budget, watch: SearchWatch) -> Profile | None:
     """Load the model and search; return None if another worker saves the profile."""
     set_threads(command.device_options.threads)
 
@@ -123,8 +123,8 @@ def _check_places(command: SearchCommand) -> None:
     check_storage(trials_storage)
 
 
-class _Watch:
-    """Progress bar of a search: the current stage, the best trial so far, the time left."""
+class SearchWatch:
+    """Progress bar of a search, or of quantising: the current stage, the best trial so far, the time left."""
 
     def __init__(self, console: Console) -> None:
         self._best = -math.inf
@@ -132,7 +132,7 @@ class _Watch:
         self._bar = progress(console, TextColumn("{task.fields[best]}"), SpinnerColumn("line"))
         self._task = self._bar.add_task("loading the model", total=None, best="")
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> SearchWatch:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,132 +1,146 @@
-"""Whether better rounding to 4 bits would pay: how often drafts are right, by how their weights were rounded.
+"""What drafts in int4 agree with the model, by how their weights were quantised.
 
-    python tests/scripts/rounding.py --model smollm2-135m
+    python tests/scripts/rounding.py --model smollm2-135m --shift 16
 
-The whole model continues calibration prompts, sampled, for the inputs' second moments H of every linear, and held-out
-prompts, greedily, on which the rounded models are held against it: the share of places where both think the same token
-best, and the mean of 1 - TV at temperature 0.8. The head stays in full. Ways of rounding, to groups of 64 inputs:
+The model continues calibration prompts, sampled, from which each quantiser knows the inputs of linears, and held-out
+prompts, greedily. At each of the latter's places a draft reads the model's keys, but its own for the last four tokens.
+Told are the share of places where both have the same best token, the mean of 1 - TV at temperature 0.8, the mean KL and
+the processor's seconds of quantising. All attention and MLP linears are in int4, the head in int8.
 
-nearest     what selfspec does: between the least and the largest of each group
-scales      the range of each group shrunk where that lessens the error weighted by H's diagonal (a search as AWQ's)
-gptq        one input after the other, later ones making up for the error (Frantar et al. 2210.17323)
-both        gptq in the ranges of scales
+`--shift`: groups begin so many inputs later, for a model whose weights come from a file in 4 bits, on whose own grid a
+draft would be right for that alone: half of the file's group puts half of two of its groups into each of ours.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import built_in
 import torch
 from selfspec.search.continuations import DecodingSettings, continue_prompts
-from torch import Tensor, nn
+from selfspec.search.target_text import TargetText
+from torch import Tensor
 
 import selfspec
-from selfspec.models.low_precision import quantize
+from selfspec.draft_modules import int4_quantization
+from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
+from selfspec.models.low_precision import QuantizedWeight, fake
+from selfspec.models.quantizers import InputMoments, quantize_int4
+from selfspec.runtime.forward import Runtime
+from selfspec.text.prompt_files import read_prompts
+from selfspec.types.draft_path import DraftPath
 
-SIZE, SHRINKS = 64, [1 - 0.04 * i for i in range(12)]
-
-
-def ranges(grouped: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scale and zero `[out, groups]` of weights `[out, groups, size]`; with a `weight` of errors, of the best range."""
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for shrink in SHRINKS[: None if weight is not None else 1]:
-        middle, half = (low + high) / 2, (high - low) / 2 * shrink
-        scale = (2 * half / 15).clamp(min=1e-12).bfloat16().float()
-        zero = (middle - half + 8 * scale).bfloat16().float()
-        error = (on_grid(grouped, scale.unsqueeze(-1), zero.unsqueeze(-1)) - grouped) ** 2
-        tried = (error.sum(-1) if weight is None else (error * weight).sum(-1), scale, zero)
-        if best is not None:
-            better = tried[0] < best[0]
-            tried = tuple(torch.where(better, a, b) for a, b in zip(tried, best, strict=True))  # type: ignore[assignment]
-        best = tried
-    assert best is not None
-    return best[1], best[2]
+OWN = 4  # tokens whose keys are the draft's own
+FEW = 8  # texts of the small calibration
+WAYS = [("nearest", 64), ("nearest", 32), ("weighted", 64), ("weighted", 32), ("gptq", 64), ("gptq", 32)]
 
 
-def on_grid(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The nearest of 16 values."""
-    return ((values - zero) / scale + 8).round().clamp(0, 15).sub(8).mul(scale).add(zero)
+class Shifted(QuantizedWeight):
+    """A weight that was quantised with its inputs rolled by `by`."""
+
+    by = 0
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return QuantizedWeight.weight(self, dtype).roll(-Shifted.by, 1)
 
 
-def scales(weight: Tensor, moments: Tensor) -> Tensor:
-    """Each group in its best range."""
-    grouped = weight.view(len(weight), -1, SIZE)
-    scale, zero = ranges(grouped, moments.diagonal().float().view(-1, SIZE))
-    return on_grid(grouped, scale.unsqueeze(-1), zero.unsqueeze(-1)).view_as(weight)
+def shifted(weight: Tensor, method: str, moments: InputMoments | None = None, *, group: int) -> QuantizedWeight:
+    by = Shifted.by
+    if moments is not None:
+        products = None if moments.products is None else moments.products.roll((by, by), (0, 1))
+        moments = InputMoments(moments.squares.roll(by), products, moments.count)
+    made = quantize_int4(weight.roll(by, 1), method, moments, group=group)  # type: ignore[arg-type]
+    return Shifted(4, made.values, made.scale, made.zero)
 
 
-def gptq(weight: Tensor, moments: Tensor, *, searched: bool, damp: float = 0.01) -> Tensor:
-    """Errors of each input made up for by those after it."""
-    h, weight, out = moments.clone(), weight.clone(), torch.empty_like(weight)
-    h.diagonal().add_(damp * h.diagonal().mean())
-    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True).float()
-    for first in range(0, len(h), SIZE):
-        own = slice(first, first + SIZE)
-        block = weight[:, own].clone()
-        errors = torch.empty_like(block)
-        given = moments.diagonal()[own].float() if searched else None
-        scale, zero = (part[:, 0] for part in ranges(block.unsqueeze(1), given))
-        for j in range(SIZE):
-            out[:, first + j] = on_grid(block[:, j], scale, zero)
-            errors[:, j] = (block[:, j] - out[:, first + j]) / inverse[first + j, first + j]
-            block[:, j:] -= torch.outer(errors[:, j], inverse[first + j, first + j : first + SIZE])
-        weight[:, first + SIZE :] -= errors @ inverse[own, first + SIZE :]
-    return out
+@dataclass
+class InMemory:
+    """Int4 weights by layer and group."""
+
+    weights: dict[tuple[int, int], QuantizedWeight] = field(default_factory=dict)
+
+    def get(self, layer: int, group: int) -> QuantizedWeight | None:
+        return self.weights.get((layer, group))
+
+    def bytes(self, layer: int, group: int) -> int | None:
+        weight = self.get(layer, group)
+        return None if weight is None else weight.bytes
 
 
-@torch.no_grad()
+def quantised(llm: selfspec.LLM, method: str, group: int, texts: Sequence[Sequence[int]]) -> InMemory:
+    made, layers = InMemory(), list(range(llm.runtime.layers))
+    with mock.patch.object(int4_quantization, "quantize_int4", shifted):
+        for layer, weights in int4_quantization._quantized_layers(
+            llm.runtime, texts, {"method": method, "group": group}, layers
+        ):
+            made.weights |= {(layer, number): weight for number, weight in weights.items()}
+    return made
+
+
+def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TargetText]) -> str:
+    """The figures of one path, over all places of the texts."""
+    compiled, same, shared, apart, places = runtime.compile(path), 0, 0.0, 0.0, 0
+    for text in texts:
+        ids, n = torch.tensor([text.tokens]), len(text.tokens)
+        starts = [s for s in range(text.prompt_length - 1, n - 1) if s >= OWN]
+        slots = n + OWN * len(starts)
+        with runtime.session(slots):
+            whole = runtime.forward(ids, 0).logits[0]
+            positions = torch.cat([torch.arange(s - OWN + 1, s + 1) for s in starts])[None]
+            mask = torch.zeros(1, OWN * len(starts), slots, dtype=torch.bool)
+            for row in range(OWN * len(starts)):
+                number, behind = divmod(row, OWN)
+                mask[0, row, : starts[number] - OWN + 1] = True
+                mask[0, row, n + OWN * number : n + OWN * number + behind + 1] = True
+            drafted = runtime.forward(
+                ids[:, positions[0]], positions, path=compiled, slots=torch.arange(n, slots)[None], mask=mask
+            ).logits[0, OWN - 1 :: OWN]
+        target = whole[starts]
+        same += int((target.argmax(-1) == drafted.argmax(-1)).sum())
+        p, q = target.log_softmax(-1), drafted.log_softmax(-1)
+        apart += float((p.exp() * (p - q)).sum())
+        shared += float(torch.minimum((target / 0.8).softmax(-1), (drafted / 0.8).softmax(-1)).sum())
+        places += len(starts)
+    return f"agree {same / places:.3f}, 1 - TV {shared / places:.3f}, KL {apart / places:.4f}, {places} places"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shift", type=int, default=0)
+    parser.add_argument("--held-out", default=None, help="file of held-out prompts; built-in ones by default")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=60)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    llm = selfspec.load(given.model, profile="none", layout="rows")
-    model = llm.model.float()
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith("lm_head")}
-    moments: dict[str, Tensor] = {}
-
-    def seen(name: str) -> Callable[[nn.Module, tuple[Tensor]], None]:
-        def add(_: nn.Module, inputs: tuple[Tensor]) -> None:
-            x = inputs[0].flatten(0, 1).double()
-            moments[name] = moments.get(name, 0) + x.t() @ x
-
-        return add
-
-    hooks = [module.register_forward_pre_hook(seen(name)) for name, module in linears.items()]
-    calibration = continue_prompts(llm, built_in.prompts(llm, "calibration", 24), DecodingSettings(96, 0.8))
-    held = continue_prompts(llm, built_in.prompts(llm, "heldout", 12), DecodingSettings(64))
-    moments.clear()
-    for text in calibration:
-        model(torch.tensor([text.tokens]))
-    for hook in hooks:
-        hook.remove()
-    print(
-        f"{sum(len(t.tokens) for t in calibration)} tokens of calibration, "
-        f"{sum(t.num_new_tokens for t in held)} places held out"
-    )
-
-    def logits() -> Tensor:
-        return torch.cat([model(torch.tensor([t.tokens])).logits[0, t.prompt_length - 1 : -1] for t in held])
-
-    whole, own = logits(), {name: module.weight.detach().clone() for name, module in linears.items()}
-    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "8 bits, nearest": lambda w, h: quantize(w, 8).weight(w.dtype),
-        "4 bits, nearest": lambda w, h: quantize(w, 4).weight(w.dtype),
-        "4 bits, scales": scales,
-        "4 bits, gptq": lambda w, h: gptq(w, h, searched=False),
-        "4 bits, both": lambda w, h: gptq(w, h, searched=True),
-    }
-    for way, of in ways.items():
-        for name, module in linears.items():
-            module.weight.data = of(own[name], moments[name])
-        found = logits()
-        p, q = ((x / 0.8).softmax(-1) for x in (whole, found))
-        same = (whole.argmax(-1) == found.argmax(-1)).float().mean()
-        print(f"{way}: {same:.3f} greedy, {torch.minimum(p, q).sum(-1).mean():.3f} at temperature 0.8", flush=True)
+    Shifted.by = given.shift
+    llm = selfspec.load(given.model, profile="none", dtype="float32")
+    sources = built_in.prompts(llm, "calibration", given.texts)
+    calibration = [text.tokens for text in continue_prompts(llm, sources, DecodingSettings(192, 0.8))]
+    held = built_in.prompts(llm, "heldout", given.prompts)
+    if given.held_out is not None:
+        texts = read_prompts(given.held_out).texts[: given.prompts]
+        held = [llm.encode(fit_prompt(llm, text, 512, chat=takes_messages(llm))) for text in texts]
+    answers = continue_prompts(llm, held, DecodingSettings(given.tokens))
+    runtime, layers = Runtime(llm.model, kernel=fake), llm.runtime.layers
+    int8 = DraftPath.from_modes(["int8"] * (2 * layers), head="int8")
+    print(f"int8: {agreement(runtime, int8, answers)}", flush=True)
+    int4 = DraftPath.from_modes(["int4"] * (2 * layers), head="int8")
+    for method, group in WAYS:
+        for texts in (calibration,) if method == "nearest" else (calibration[:FEW], calibration):
+            begun = time.process_time()
+            weights = quantised(llm, method, group, texts)
+            seconds = time.process_time() - begun
+            name = f"{method}, groups of {group}, {sum(map(len, texts)):,} tokens"
+            runtime.register_int4(name, weights)
+            found = agreement(runtime, replace(int4, int4_weights=name), answers)
+            print(f"{name}: {found}, {seconds:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

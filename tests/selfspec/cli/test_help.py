@@ -26,7 +26,7 @@ COMMANDS = {
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
         "Drafting and verification": ["rule", "controller", "kv", "drafters", "store"],
-        "Search space": ["keep", "modes", "extra-memory", "granularity", "max-draft-cost", "keep-best"],
+        "Search space": ["keep", "modes", "extra-memory", "int4", "granularity", "max-draft-cost", "keep-best"],
         "Search method": ["strategy", "context", "seed"],
         "Search as in the paper (with --strategy skopt)": ["objective", "warm-starts"],
         "Storage of trials": ["storage", "study"],
@@ -105,7 +105,7 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
     for line in lines:
         if title := re.match(r"╭─ (.*?) ─+╮", line):
             found[title[1]] = []
-        elif option := re.match(r"│ (?:[* ]  )?--([a-z-]+) ", line):
+        elif option := re.match(r"│ (?:[* ]  )?--([a-z0-9-]+) ", line):
             found[[*found][-1]].append(option[1])
             lengths.append(1)
         elif lengths and line.startswith("│"):

@@ -1,0 +1,165 @@
+"""Quantise a model to int4 for drafting: texts, the file of weights, and a profile beside it that uses the file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import check_writable, read_cached, write_cached
+from selfspec.draft_modules.int4_quantization import int4_settings, layers_folder, write_int4
+from selfspec.llm.llm import LLM
+from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
+from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
+from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, bring_parts, sha256_of
+from selfspec.profile.reading import write_profile
+from selfspec.profile.schema import Profile
+from selfspec.text.prompt_files import Prompts
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath
+
+from .budget import Deadline, no_deadline
+from .calibration import choose
+from .callbacks import SearchCallbacks
+from .continuations import DecodingSettings, continue_prompts
+from .int4_weights import INT4, choose_method
+from .quantize_options import QuantizeOptions
+
+DRAFTED = 4  # draft length of a profile that is written without a search
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModel:
+    """The files that `quantize` wrote, the `settings` recorded in the file of weights, and the seconds it took."""
+
+    weights: Path
+    profile: Path
+    settings: dict[str, Any]
+    seconds: float
+
+
+def check_quantized_out(out: Path) -> None:
+    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it."""
+    if out.suffix != SUFFIX:
+        raise SelfspecError(f"--out {out}: expected a file whose name ends in {SUFFIX}")
+    for file in (out, out.with_suffix(".yaml")):
+        check_writable(file)
+
+
+def quantize(
+    llm: LLM,
+    out: Path,
+    options: QuantizeOptions,
+    watch: SearchCallbacks,
+    *,
+    prompts: Prompts | None = None,
+    chat: bool = False,
+    profile: Profile | None = None,
+) -> QuantizedModel:
+    """Quantise the attention and MLP weights of a model to int4, and write them to `out` and a profile beside it.
+
+    `prompts` None: the built-in ones. `profile`: the profile whose draft path uses the weights (None: a path with every
+    sub-layer in int4, and the head in int8). An interrupted call keeps its texts and layers in the folder `out`.layers,
+    from which the same call resumes. Raises `SelfspecError` for a profile without int4 sub-layers, and as `write_int4`.
+    """
+    begun = time.perf_counter()
+    used = _profile(llm, profile)
+    folder = layers_folder(out)
+    texts = _texts(llm, folder / "texts.json", options, prompts, chat, watch)
+    method = choose_method(options.method, sum(map(len, texts)))
+    settings = int4_settings(method, options.group, texts, seed=options.seed)
+    watch.stage(f"quantising to int4 ({method}, groups of {options.group})", llm.runtime.layers)
+
+    def on_layer(done: int) -> bool:
+        watch.step(done)
+        return True
+
+    write_int4(llm.runtime, out, texts, settings, on_layer=on_layer)
+    (folder / "texts.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+    _write_profile(used, out)
+    return QuantizedModel(out, out.with_suffix(".yaml"), settings, time.perf_counter() - begun)
+
+
+def _profile(llm: LLM, profile: Profile | None) -> Profile:
+    """Return the profile that is to use the weights. Raises `SelfspecError` if its path has no int4 sub-layer."""
+    if profile is None:
+        runtime = llm.runtime
+        head = "full" if runtime.part_bytes("head", 0, "int8") is None else "int8"
+        path = DraftPath.from_modes(["int4"] * (2 * runtime.layers), head="int8" if head == "int8" else "full")
+        controller = ControllerSpec(name="fixed", options={"k": DRAFTED})
+        draft = LayerSkipSpec.from_path(path, controller, proposers=[ProposerSpec()])
+        return Profile(model=llm.identity, draft=draft)
+    if not isinstance(profile.draft, LayerSkipSpec) or not len(profile.path.int4):
+        raise SelfspecError(
+            "the profile's draft path has no sub-layer in int4; expected one that has, or --profile none"
+        )
+    return profile
+
+
+def _texts(
+    llm: LLM, file: Path, options: QuantizeOptions, prompts: Prompts | None, chat: bool, watch: SearchCallbacks
+) -> list[list[int]]:
+    """Return the model's continuations of prompts (token ids), prompts included; those in `file` if it has them."""
+    if options.method == "nearest":
+        return []
+    new = min(options.max_new_tokens, llm.runtime.skeleton.context - 1)
+    chosen = choose(
+        prompts,
+        source="prompts",
+        count=options.texts,
+        seed=options.seed,
+        chat=chat,
+        takes_messages=takes_messages(llm),
+    )
+    texts = [*chosen.search, *(chosen.measure if prompts is not None and chosen.held_out else ())][: options.texts]
+    encoded = [llm.encode(fit_prompt(llm, text, new, chat=chosen.chat)) for text in texts]
+    if not encoded:
+        raise SelfspecError(f"{chosen.source}: holds no prompts")
+    model = llm.runtime.skeleton.identity.model_dump(mode="json", exclude={"name"})
+    key = {"model": model, "prompts": encoded, "new": new, "temperature": options.temperature, "seed": options.seed}
+    kept = read_cached(file)
+    if isinstance(kept, dict) and kept.get("key") == key and _are_texts(kept.get("texts")):
+        return list(kept["texts"])
+    deadline = no_deadline()
+    if options.minutes is not None:
+        deadline = Deadline(time.perf_counter() + 60 * options.minutes, time.perf_counter)
+    watch.stage("continuing prompts", 2 * new)
+    done = continue_prompts(
+        llm,
+        encoded,
+        DecodingSettings(new, options.temperature),
+        seed=options.seed,
+        on_token=watch.step,
+        deadline=deadline,
+    )
+    made = [list(text.tokens) for text in done]
+    write_cached(file, {"key": key, "texts": made})
+    return made
+
+
+def _are_texts(texts: object) -> bool:
+    return isinstance(texts, list) and all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in texts)
+
+
+def _write_profile(profile: Profile, weights: Path) -> None:
+    """Write `profile` with the int4 weights in the file `weights`, beside that file, with its other parts."""
+    assert isinstance(profile.draft, LayerSkipSpec)
+    others = {name: part for name, part in profile.parts.items() if name in _parts_of(profile.draft)}
+    if profile.folder is not None:
+        bring_parts(others, profile.folder, weights.parent)
+    parts = {**others, INT4: ModuleFile(file=weights.name, sha256=sha256_of(weights))}
+    draft = profile.draft.model_copy(update={"int4_weights": INT4})
+    update = {"draft": draft, "parts": parts, "measured": [], "predicted": None, "also": []}
+    changed = profile.model_copy(update=update).with_folder(weights.parent)
+    write_profile(changed, weights.with_suffix(".yaml"))
+
+
+def _parts_of(draft: LayerSkipSpec) -> Sequence[str]:
+    below = None if draft.below is None else draft.below.part
+    return [name for name in (draft.trained, below) if name is not None]
