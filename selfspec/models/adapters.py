@@ -16,6 +16,7 @@ from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind, read_text
 
 CONFIG = "adapter_config.json"
+PROMPT_METHODS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT")  # change no weights
 
 
 def is_adapter(folder: Path) -> bool:
@@ -26,7 +27,19 @@ def is_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> str:
     """Return an adapter's base model: a folder, relative to the working or the adapter's folder, or a hub id.
 
-    Raises `SelfspecError` if the adapter's configuration names no model or another adapter, and without `peft`.
+    Raises `SelfspecError` as `check_adapter` does, and if the adapter's configuration names no model.
+    """
+    base = check_adapter(folder)
+    if base is None:
+        raise SelfspecError(f"{folder / CONFIG}: 'base_model_name_or_path' names no model; expected the adapter's base")
+    return base
+
+
+def check_adapter(folder: Path) -> str | None:
+    """Return an adapter's base model as `base_of` does, None if its configuration names none.
+
+    Raises `SelfspecError` for an adapter of another adapter, for one that adds tokens to the prompt instead of changing
+    weights, and without `peft`.
     """
     if find_spec("peft") is None:
         raise SelfspecError(
@@ -36,9 +49,14 @@ def base_of(folder: Path) -> str:
         config = json.loads(read_text(folder / CONFIG))
     except ValueError as error:
         raise SelfspecError(f"{folder / CONFIG}: not valid JSON: {error}") from None
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    config = config if isinstance(config, dict) else {}
+    if (method := config.get("peft_type")) in PROMPT_METHODS:
+        raise SelfspecError(
+            f"{folder / CONFIG}: {method} adds tokens to the prompt; expected an adapter of weights, such as LORA"
+        )
+    base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise SelfspecError(f"{folder / CONFIG}: 'base_model_name_or_path' names no model; expected the adapter's base")
+        return None
     local_base = folder / base
     base_model = str(local_base) if kind(Path(base)) == "missing" and kind(local_base) == "folder" else base
     if is_adapter(Path(base_model)):
@@ -52,7 +70,22 @@ def merged(model: Any, folder: Path) -> Any:
     """Return the model with the adapter merged into its weights, which costs no speed. Raises what `peft` raises."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    model = PeftModel.from_pretrained(model, str(folder))
+    _untie(model)
+    return model.merge_and_unload()
+
+
+def _untie(model: Any) -> None:
+    """Give the output head weights of its own if an adapter changes the head or the embeddings, but not both alike.
+
+    Merging a change into weights that both share would apply it to both.
+    """
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = (getattr(layer, "base_layer", layer) for layer in layers)
+    if layers == (embeddings, head) or getattr(head, "weight", None) is not getattr(embeddings, "weight", None):
+        return
+    head.weight = type(head.weight)(head.weight.detach().clone(), requires_grad=False)
+    model.config.tie_word_embeddings = False
 
 
 BASE = "base"  # the name in requests of the model without an adapter
@@ -70,7 +103,7 @@ def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
             )
         if not is_adapter(Path(folder)):
             raise SelfspecError(f"adapter {folder}: no folder with an {CONFIG}; expected a folder saved by PEFT")
-        _ = base_of(Path(folder))
+        check_adapter(Path(folder))
     from peft import PeftModel
 
     for name, folder in adapters.items():

@@ -123,9 +123,9 @@ def check_model_name(name: str) -> None:
             except SelfspecError as error:
                 raise SelfspecError(f"{name} is a PEFT adapter: its {error}") from None
         elif kind(path / "config.json") != "file":
-            raise SelfspecError(
-                f"model {name}: the folder has no config.json; expected a model saved by save_pretrained"
-            )
+            files = sorted(path.glob("*.gguf"))
+            want = f"a GGUF file by its own path, such as {files[0]}" if files else "a model saved by save_pretrained"
+            raise SelfspecError(f"model {name}: the folder has no config.json; expected {want}")
     elif there != "missing":
         raise SelfspecError(f"model {name} is a file, but not a GGUF file; {want}")
     elif not _HUB_ID.fullmatch(name):
@@ -281,16 +281,22 @@ def stored_config(name: str) -> str | None:
     Raises `SelfspecError` if `name` cannot be a model.
     """
     check_model_name(name)
-    source = _source(name)
+    try:
+        return _stored(_source(name))
+    except ValueError:
+        raise SelfspecError(f"model {name}: neither an existing folder nor a valid hub id") from None
+
+
+def _stored(source: str) -> str | None:
+    """Return `source` if it is a folder, else the folder of a hub id's copy in the cache, None if there is none.
+
+    Raises `HFValidationError`, a `ValueError`, for a name that is no hub id.
+    """
     if kind(Path(source)) == "folder":
         return source
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
-    try:
-        file = try_to_load_from_cache(source, "config.json")
-    except HFValidationError:
-        raise SelfspecError(f"model {name}: neither an existing folder nor a valid hub id") from None
+    file = try_to_load_from_cache(source, "config.json")
     return str(Path(file).parent) if isinstance(file, str) else None
 
 
@@ -314,7 +320,8 @@ def _base(name: str) -> str:
 
 def _tokenizer_source(name: str) -> str:
     """Return where to load the tokenizer from: an adapter's folder if it has a tokenizer, else `_source(name)`."""
-    return name if is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file" else _source(name)
+    has_own = is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file"
+    return name if has_own else _reachable(_source(name))
 
 
 def _source(name: str) -> str:
@@ -326,9 +333,18 @@ def _source(name: str) -> str:
 
 
 def _readable(name: str) -> str:
-    """Return `_source(name)` after `check_at_hand`. Raises as that function does."""
+    """Return where to read a model from, after `check_at_hand`. Raises as that function does."""
     check_at_hand(name)
-    return _source(name)
+    return _reachable(_source(name))
+
+
+def _reachable(source: str) -> str:
+    """Return a hub id's copy in the cache if the hub does not answer, else `source`.
+
+    For a hub id, `from_pretrained` would ask the hub for newer files first, and wait for each of them.
+    """
+    stored = _stored(source)
+    return source if stored in (None, source) or unreachable() is None else stored
 
 
 def _device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ The C++ compiler is `CXX` (environment variable), or else the system's compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -14,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -65,16 +66,19 @@ def _library(wanted: str, compiler: str) -> Any:
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
-    folder = _folder()
-    for known in _known(folder, name):
+    folders = [folder for place in _places() if (folder := _private(place)) is not None]
+    for known in (file for folder in folders for file in _known(folder, name)):
         try:
             return _typed(ctypes.CDLL(str(known)))
         except (OSError, AttributeError):
-            known.unlink(missing_ok=True)
-    failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
-    if isinstance(problem := read_cached(failed), str):
-        return problem
+            with contextlib.suppress(OSError):
+                known.unlink()
     try:
+        folder = next((folder for folder in folders if os.access(folder, os.W_OK)), None)
+        folder = folder or Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
+        if isinstance(problem := read_cached(failed), str):
+            return problem
         made = _compile(command, folder, name)
     except OSError as error:  # such as a full disk; not cached, as it is temporary
         return f"native kernels: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
@@ -95,28 +99,40 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def _folder() -> Path:
-    """Return the folder for compiled libraries: in the cache folder if only this user can write there."""
+def _places() -> Iterator[Path]:
+    """Yield the folders for compiled libraries: in the cache folder, and in the folder for temporary files.
+
+    The second is for a cache folder that cannot be written to, such as on a read-only disk.
+    """
+    yield cache_folder() / "native"
+    with contextlib.suppress(OSError):  # no folder for temporary files
+        user = os.getuid() if hasattr(os, "getuid") else "all"
+        yield Path(tempfile.gettempdir()) / f"selfspec-native-{user}"
+
+
+def _private(folder: Path) -> Path | None:
+    """Return the folder, made if it is missing; None if it cannot be made, or others can write to it."""
     try:
-        folder = cache_folder() / "native"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if _own(folder):
-            return folder
+        return folder if _own(folder) else None
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        return None
 
 
 def _known(folder: Path, name: str) -> list[Path]:
     """Return the cached libraries of the size that their name states: a truncated library would crash the process."""
-    candidates = [(file, file.name.split(".")[1]) for file in folder.glob(f"{name}.*.so")]
-    return [file for file, size in candidates if _own(file) and size == str(file.stat().st_size)]
+    known = []
+    for file in folder.glob(f"{name}.*.so"):
+        with contextlib.suppress(OSError):  # another process has just deleted it
+            if _own(file) and file.name.split(".")[1] == str(file.stat().st_size):
+                known.append(file)
+    return known
 
 
 def _own(path: Path) -> bool:
-    """Return whether only this user can have written a file, as loading a library runs its code."""
+    """Return whether only this user or root can have written a file, as loading a library runs its code."""
     known = path.stat()
-    return not hasattr(os, "getuid") or (known.st_uid == os.getuid() and not known.st_mode & 0o022)
+    return not hasattr(os, "getuid") or (known.st_uid in (0, os.getuid()) and not known.st_mode & 0o022)
 
 
 def _instructions() -> str:
