@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -310,16 +311,24 @@ def test_a_disk_that_the_weights_fill_is_done_without(tmp_path, monkeypatch, cap
     assert not [*(tmp_path / "cache").rglob(".*")]
 
 
-def test_two_processes_that_make_the_same_folder_end_with_it(tmp_path):
-    """The second finds it between its look and its rename."""
-    folder = tmp_path / "m"
-    with gguf._making(folder) as second:
-        (second / "config.json").write_text("{}")
-        with gguf._making(folder) as first:
-            (first / "config.json").write_text("{}")
-            (first / "tokenizer.json").write_text("{}")
-        assert folder.is_dir()
-    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "tokenizer.json"]
+def test_two_processes_that_make_the_same_folder_end_with_it(tmp_path, monkeypatch):
+    """The first makes it just before the second does, after which it could have looked."""
+    folder, rename = tmp_path / "m", Path.rename
+
+    def late(made, target):
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text("first")
+            (folder / "tokenizer.json").write_text("first")
+        return rename(made, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with gguf._making(folder) as made:
+        (made / "config.json").write_text("second")
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "config.json": "second",
+        "tokenizer.json": "first",
+    }
     assert [*tmp_path.iterdir()] == [folder]
 
 
