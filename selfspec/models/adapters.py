@@ -7,6 +7,7 @@ unmerged, and each request chooses an adapter (`Adapters`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from selfspec.basics.files import kind, read_text
 
 CONFIG = "adapter_config.json"
 PROMPT_METHODS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT")  # change no weights
+
+_VOCABULARY = re.compile(r"\b(embed_tokens|lm_head|wte|embed_in|embed_out)\.([a-z_.]+\.)?weight$")  # not lora_A.weight
 
 
 def is_adapter(folder: Path) -> bool:
@@ -70,9 +73,26 @@ def merged(model: Any, folder: Path) -> Any:
     """Return the model with the adapter merged into its weights, which costs no speed. Raises what `peft` raises."""
     from peft import PeftModel
 
+    if (rows := saved_vocabulary(folder)) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
     model = PeftModel.from_pretrained(model, str(folder))
     _untie(model)
     return model.merge_and_unload()
+
+
+def saved_vocabulary(folder: Path) -> int:
+    """Return the rows of the embeddings or the output head that an adapter's folder holds, 0 if it holds neither.
+
+    They are more than the base model's if tokens were added for the adapter.
+    """
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if kind(file) != "file":
+        return 0
+    with safe_open(str(file), "pt") as tensors:
+        names = [name for name in tensors.keys() if _VOCABULARY.search(name)]  # noqa: SIM118 (no mapping)
+        return max((int(tensors.get_slice(name).get_shape()[0]) for name in names), default=0)
 
 
 def _untie(model: Any) -> None:
@@ -113,6 +133,11 @@ def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
             else:
                 model = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
         except Exception as error:  # a broken or foreign adapter can raise anything
+            if "size mismatch" in str(error) and saved_vocabulary(Path(folder)):
+                raise SelfspecError(
+                    f"adapter {folder} has embeddings of another size than the model's; expected it as the model, by "
+                    "its folder"
+                ) from error
             raise SelfspecError(f"adapter {folder} cannot be loaded: {reason(error)}") from error
     if adapters:
         model.base_model.disable_adapter_layers()

@@ -13,7 +13,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
 from selfspec.basics.hub import unreachable
-from selfspec.models.adapters import base_of, is_adapter, merged
+from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabulary
 from selfspec.models.gguf import check_gguf, description, own_dtype, weights
 from selfspec.models.gguf_header import is_gguf
 from selfspec.models.pypi_models import PACKAGED, packaged_file
@@ -268,7 +268,8 @@ def read_identity(name: str) -> Identity:
         config = AutoConfig.from_pretrained(_readable(name), trust_remote_code=False)
         if config.model_type not in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             find_family(config, name)
-        return read(config)
+        identity, rows = read(config), saved_vocabulary(Path(name)) if is_adapter(Path(name)) else 0
+        return identity.model_copy(update={"vocabulary": max(rows, identity.vocabulary or 0) or None})
     except SelfspecError:
         raise
     except Exception as error:  # a broken configuration can raise anything

@@ -193,3 +193,31 @@ def test_a_base_by_a_path_of_another_system_is_told(folder, base):
     with pytest.raises(SelfspecError, match=f"is a PEFT adapter: its model {re.escape(base)}: no such folder"):
         check_model_name(str(path))
     assert selfspec.load(adapters={"one": path}).generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
+
+
+@wants_peft
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], None], ids=["trained", "as they are"])
+def test_an_adapter_with_tokens_of_its_own_brings_their_embeddings(tmp_path, saved):
+    """And its folder is the tokenizer's, too."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(builtin.NAME)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<a>", "<b>"])
+    base = AutoModelForCausalLM.from_pretrained(str(builtin.model_folder()), dtype=torch.float32)
+    base.resize_token_embeddings(size + 2, mean_resizing=False)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=saved)
+    adapted = get_peft_model(base, config).eval()
+    adapted.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    tokenizer.save_pretrained(str(tmp_path))
+    prompt = "import os<a>"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    tokens = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :].tolist()
+    llm = selfspec.load(str(tmp_path))
+    assert llm.generate(prompt, max_new_tokens=8).tokens == tokens
+    assert llm.identity.vocabulary == read_identity(str(tmp_path)).vocabulary == size + 2
+    with pytest.raises(
+        SelfspecError, match="has embeddings of another size than the model's; expected it as the model"
+    ):
+        selfspec.load(adapters={"one": tmp_path})
