@@ -66,7 +66,12 @@ def _library(wanted: str, compiler: str) -> Any:
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
-    folders = [folder for place in _places() if (folder := _private(place)) is not None]
+    folders = list[Path]()
+    for place in _places():
+        if (folder := _private(place)) is not None:
+            folders.append(folder)
+            if os.access(folder, os.W_OK):
+                break
     for known in (file for folder in folders for file in _known(folder, name)):
         try:
             return _typed(ctypes.CDLL(str(known)))
@@ -74,8 +79,8 @@ def _library(wanted: str, compiler: str) -> Any:
             with contextlib.suppress(OSError):
                 known.unlink()
     try:
-        folder = next((folder for folder in folders if os.access(folder, os.W_OK)), None)
-        folder = folder or Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        writable = next((folder for folder in folders if os.access(folder, os.W_OK)), None)
+        folder = writable or Path(tempfile.mkdtemp(prefix="selfspec-native-"))
         failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
         if isinstance(problem := read_cached(failed), str):
             return problem

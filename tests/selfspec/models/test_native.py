@@ -578,6 +578,7 @@ def test_they_are_compiled_once(monkeypatch, quick):
     assert native_library.library().selfspec_vector() == 7
     (file,) = quick.iterdir()
     assert (quick.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o700)
+    assert not list(quick.parents[1].glob("selfspec-native-*"))
     native_library._library.cache_clear()
     monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
     assert native_library.library().selfspec_vector() == 7
