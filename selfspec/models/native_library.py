@@ -5,6 +5,7 @@ The C++ compiler is `CXX` (environment variable), or else the system's compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -14,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -66,17 +67,20 @@ def _library(wanted: str, compiler: str) -> Any:
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
-    folder = _folder()
-    for known in folder.glob(f"{name}.*.so"):
+    folders = _folders()
+    for known in (file for folder in folders for file in folder.glob(f"{name}.*.so")):
         try:
             if (loaded := _load(known)) is not None:
                 return loaded
         except (OSError, AttributeError):
-            known.unlink(missing_ok=True)
-    failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
-    if isinstance(problem := read_cached(failed), str):
-        return problem
+            with contextlib.suppress(OSError):
+                known.unlink()
     try:
+        writable = next((folder for folder in folders if os.access(folder, os.W_OK)), None)
+        folder = writable or Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
+        if isinstance(problem := read_cached(failed), str):
+            return problem
         made = _compile(command, folder, name)
     except OSError as error:  # such as a full disk; not cached, as it is temporary
         return f"native kernels: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
@@ -97,21 +101,38 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def _folder() -> Path:
-    """Return the folder for compiled libraries: in the cache folder if only this user can write there.
+def _places() -> Iterator[Path]:
+    """Yield the folders for compiled libraries: in the cache folder, and in the folder for temporary files.
 
-    Otherwise a temporary folder: loading a library runs its code.
+    The second is for a cache folder that cannot be written to, such as on a read-only disk.
     """
-    folder = cache_folder() / "native"
+    yield cache_folder() / "native"
+    with contextlib.suppress(OSError):  # no folder for temporary files
+        user = os.getuid() if hasattr(os, "getuid") else "all"
+        yield Path(tempfile.gettempdir()) / f"selfspec-native-{user}"
+
+
+def _folders() -> list[Path]:
+    """Return the folders to look for libraries in, up to the first that can be written to."""
+    folders = list[Path]()
+    for place in _places():
+        if (folder := _private(place)) is not None:
+            folders.append(folder)
+            if os.access(folder, os.W_OK):
+                break
+    return folders
+
+
+def _private(folder: Path) -> Path | None:
+    """Return the folder, made if it is missing; None if it cannot be made, or others can write to it or above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
-        pass
-    else:
-        if is_private(folder):
-            return folder
-        _log.warning("%s: others may write there or above; the kernels are compiled for this run alone", folder)
-    return Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        return None
+    if is_private(folder):
+        return folder
+    _log.warning("%s: others may write there or above; compiled kernels are kept elsewhere", folder)
+    return None
 
 
 def _load(file: Path) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, one_line, short
 
 _MAX_MASKS = 256  # cached masks, as each position of a draft is masked for drafting and again for verification
 
@@ -85,9 +85,17 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
         if regex is not None:
             grammar = LLMatcher.grammar_from_regex(regex)
         else:
-            assert json_schema is not None
-            return _grammar_of_schema(json.loads(json_schema) if isinstance(json_schema, str) else dict(json_schema))
+            schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
+            if not isinstance(schema, Mapping):
+                raise SelfspecError(
+                    f"JSON schema: {short(schema)}; expected an object, such as a pydantic class's model_json_schema()"
+                )
+            return _grammar_of_schema(dict(schema))
         problem = LLMatcher.validate_grammar(grammar)
+    except SelfspecError:
+        raise
+    except RecursionError:
+        problem = "nested too deeply"
     except (ValueError, TypeError) as error:
         problem = str(error)
     if problem and not problem.startswith("WARNING"):
@@ -146,9 +154,11 @@ def _reason(problem: str) -> str:
     """Return the reason in an error text of `llguidance`, without the position, which is in its internal format."""
     _, separator, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
     if separator:
-        return reason.splitlines()[0].strip()
+        return reason.splitlines()[0].strip().removeprefix("JSON schema: ")
     _, separator, reason = problem.partition("(in regex): ")
-    return reason.partition(" in regex /")[0].strip() if separator else " ".join(problem.split())
+    return (
+        (reason.partition(" in regex /")[0] if separator else one_line(problem)).removeprefix("JSON schema: ").strip()
+    )
 
 
 def _raise(matcher: Any) -> None:

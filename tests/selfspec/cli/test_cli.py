@@ -1063,6 +1063,15 @@ def test_standard_output_that_takes_nothing(redirect):
     assert done.stderr.count("\n") == 1
 
 
+def test_what_the_system_refuses_is_told_with_its_file():
+    full = "OSError(28, 'No space left on device', 'a.json')"
+    code = (
+        f"import selfspec.cli as c, selfspec.cli.app as a; a.app = lambda **_: (_ for _ in ()).throw({full}); c.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: a.json: No space left on device\n")
+
+
 def test_no_command_at_all_shows_the_help(cli):
     code, out, err = cli()
     assert (code, err) == (2, "")

@@ -578,6 +578,7 @@ def test_they_are_compiled_once(monkeypatch, quick):
     assert native_library.library().selfspec_vector() == 7
     (file,) = quick.iterdir()
     assert (quick.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o700)
+    assert not list(quick.parents[1].glob("selfspec-native-*"))
     native_library._library.cache_clear()
     monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
     assert native_library.library().selfspec_vector() == 7
@@ -615,7 +616,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(put, tmp_path):
     file = put(b"what would be run, were it a library", 0o700)
     file.parent.chmod(0o777)
     assert native_library.library().selfspec_vector() == 7
-    (own,) = tmp_path.glob("selfspec-native-*")
+    own = tmp_path / f"selfspec-native-{os.getuid()}"
     assert own.stat().st_mode & 0o777 == 0o700
     assert list(file.parent.iterdir()) == [file]
 
@@ -659,10 +660,59 @@ def test_what_is_loaded_is_what_was_checked(monkeypatch, quick):
 
 
 @needs_native
-def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere(quick, tmp_path):
+def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere_once(quick, tmp_path, monkeypatch):
+    """As in a home folder that is read-only: not in every process."""
     quick.parent.write_text("no folder")
     assert native_library.library().selfspec_vector() == 7
-    assert len(list(tmp_path.glob("selfspec-native-*/*.so"))) == 1
+    assert len(list((tmp_path / f"selfspec-native-{os.getuid()}").glob("*.so"))) == 1
+    native_library._library.cache_clear()
+    monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
+    assert native_library.library().selfspec_vector() == 7
+
+
+@needs_native
+def test_where_nothing_can_be_written_what_is_cached_is_used(quick, monkeypatch):
+    """And where nothing is, the reason is told."""
+
+    def none(**_):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library.tempfile, "mkdtemp", none)
+        assert "failed: [Errno 2] No usable temporary directory found" in said()
+    native_library._library.cache_clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    assert native_library.library().selfspec_vector() == 7
+    native_library._library.cache_clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(native_library.tempfile, "mkdtemp", none)
+    assert native_library.library().selfspec_vector() == 7
+
+
+@needs_native
+def test_a_file_that_another_process_deletes_is_not_there(put, monkeypatch):
+    file, checked = put(b"no library", 0o700), native_library.open_private
+
+    def deleted(path):
+        if path == file and path.exists():
+            path.unlink()
+        return checked(path)
+
+    monkeypatch.setattr(native_library, "open_private", deleted)
+    assert native_library._library("", "") is not None
+
+
+def test_a_file_of_root_is_as_good_as_ones_own(tmp_path, monkeypatch):
+    """As in a container, whose image root has made."""
+    file = tmp_path / "file"
+    file.touch(0o700)
+    owner = file.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    descriptor = native_library.open_private(file)
+    assert (descriptor is not None) == (owner == 0)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 @needs_native
