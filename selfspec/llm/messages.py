@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, reason, short
@@ -102,6 +104,7 @@ def _render_quoted(tokenizer: Any, messages: Sequence[Message], special: Mapping
 
     hidden = [{**entry, "content": marked(entry["content"])} for entry in messages]
     rendered = _apply(tokenizer, hidden, tokenize=False)
+    encode = _encoder_of_plain_text(tokenizer)
     ids: list[int] = []
     start, strip_next = 0, False
     for match in [*pattern.finditer(rendered), None]:
@@ -110,11 +113,22 @@ def _render_quoted(tokenizer: Any, messages: Sequence[Message], special: Mapping
         part = part.lstrip() if strip_next else part
         part = part.rstrip() if token is not None and token.lstrip else part
         if part:
-            ids += tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids
+            ids += encode(part)
         if match and token is not None:
             ids.append(tokenizer.convert_tokens_to_ids(token.content))
             start, strip_next = match.end(), token.rstrip
     return ids
+
+
+@lru_cache(maxsize=4)
+def _encoder_of_plain_text(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return a function that tokenises text without special tokens.
+
+    It uses a copy of the tokenizer: `split_special_tokens` is a setting of the whole tokenizer, which another thread
+    could change before the text is read.
+    """
+    own = copy.deepcopy(tokenizer)
+    return lambda text: list(own(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
 
 def check_system(tokenizer: Any) -> None:
