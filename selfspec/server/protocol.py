@@ -10,7 +10,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.server.settings import Settings
 
-BACKLOG = 128  # connections that the kernel holds, and that are accepted at a time
 ABORT = "selfspec.abort"  # key in a request's ASGI scope, of a function that closes the connection at once
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 10\r\ncontent-length: 0\r\n\r\n"
 
@@ -112,6 +111,11 @@ def limited_protocol(settings: Settings) -> type[LimitedProtocol]:
         "timeout": settings.timeout,
     }
     return type("ServerProtocol", (LimitedProtocol,), limits)
+
+
+def backlog() -> int:
+    """Return the number of connections that are accepted at a time; some times as many can be open until refused."""
+    return min(128, _max_files() // 16)
 
 
 def _max_files() -> int:

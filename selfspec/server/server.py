@@ -13,7 +13,7 @@ import uvicorn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.server.app import make_app
-from selfspec.server.protocol import BACKLOG, limited_protocol
+from selfspec.server.protocol import backlog, limited_protocol
 from selfspec.server.request_state import EndReason
 from selfspec.server.responses import LAST
 from selfspec.server.service import Service
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             make_app(service),
             http=limited_protocol(service.settings),
-            backlog=BACKLOG,
+            backlog=backlog(),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -149,6 +149,8 @@ def _reason(problem: str) -> str | None:
     """Return the reason in an error text of `llguidance`, without the position, which is in its internal format."""
     if not problem:
         return None
+    if problem.startswith("NoExtension"):
+        return "no text matches it; expected one that some text does"
     _, separator, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
     if separator:
         return reason.splitlines()[0].strip()

@@ -16,7 +16,9 @@ from wants import needs
 
 from selfspec.cli.serve import _hosts
 from selfspec.server.middleware import log_line
+from selfspec.server.protocol import backlog, limited_protocol
 from selfspec.server.request_parser import CHARACTERS
+from selfspec.server.settings import Settings
 
 BODY = {"model": "toy", "prompt": "def main(args):", "max_tokens": 4}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -145,6 +147,13 @@ def test_connections_are_capped(serve):
             client.close()
         until(lambda: not one.server.server_state.connections)
         assert post(one).status_code == 200
+
+
+def test_connections_leave_descriptors_for_the_rest(monkeypatch):
+    monkeypatch.setattr("selfspec.server.protocol._max_files", lambda: 256)
+    assert limited_protocol(Settings(names=("toy",))).connections_limit == 128
+    assert limited_protocol(Settings(names=("toy",), connections=5)).connections_limit == 5
+    assert backlog() == 16
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])

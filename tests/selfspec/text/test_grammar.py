@@ -41,10 +41,11 @@ def test_what_never_ends_is_ended(monkeypatch, json_schema):
         (schema(anyOf=[{"pattern": "a"}] * 600), "600 patterns are too many; expected at most 500"),
         (schema(enum=[f"v{n}" for n in range(50_000)]), "initial lexer configuration (grammar) too big"),
         (schema(**{"$ref": "http://127.0.0.1:1/x.json"}), "Resource 'http://127.0.0.1:1/x.json' is not present"),
+        (schema(**{"$ref": "#"}), "no text matches it"),
         ({"regex": "(" * 5000 + "a" + ")" * 5000, "json_schema": None}, "exceed the maximum number of nested"),
         ({"regex": "|".join(f"w{n}x{n * 7}" for n in range(40_000)), "json_schema": None}, "initial lexer"),
     ],
-    ids=["properties", "required", "patterns", "enum", "remote", "nested", "long"],
+    ids=["properties", "required", "patterns", "enum", "remote", "itself", "nested", "long"],
 )
 def test_large_grammars_are_refused(request_, problem):
     assert (check_grammar(**request_).problem or "").startswith(problem)
