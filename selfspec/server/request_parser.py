@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from selfspec.text.prompt import Prompt
 
 CHARACTERS = 32  # maximum characters of a prompt for each token that fits; longer prompts are not tokenised
-_GUIDES = 32  # maximum number of JSON schemas whose guides, or errors, are cached
+_GUIDES = 32  # maximum number of JSON schemas whose guides are cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RequestParser:
 
     def __init__(self, llm: LLM, settings: Settings, *, longest: int) -> None:
         self._llm, self._settings, self._longest = llm, settings, longest
-        self._guides: OrderedDict[str, Guide | str] = OrderedDict()  # or why a schema has no guide
+        self._guides: OrderedDict[str, Guide] = OrderedDict()
 
     @property
     def max_model_len(self) -> int:
@@ -100,14 +100,11 @@ class RequestParser:
             try:
                 self._guides[key] = self._llm.guide(json_schema=schema)
             except SelfspecError as error:
-                self._guides[key] = str(error)
+                raise wrong(str(error), "response_format") from None
             if len(self._guides) > _GUIDES:
                 self._guides.popitem(last=False)
         self._guides.move_to_end(key)
-        guide = self._guides[key]
-        if isinstance(guide, str):
-            raise wrong(guide, "response_format")
-        return guide
+        return self._guides[key]
 
     def chat(self, body: ChatBody, guide: Guide | None) -> ParsedRequest:
         """Parse a chat request; `guide` is that of `self.guide`. Raises `ApiError`."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 PARSER_LIMITS = {"initial_lexer_fuel": 200_000, "max_lexer_states": 50_000, "max_grammar_size": 100_000}
@@ -41,11 +42,16 @@ class CheckedGrammar:
 
 
 def check_grammar(*, regex: str | None, json_schema: Any) -> CheckedGrammar:
-    """Check a regular expression, or a JSON schema (a mapping, or JSON text), in a child process with limits.
+    """Check a regular expression, or a JSON schema, in a child process with limits.
 
     Raises `ValueError`, `TypeError` or `RecursionError` for a schema that is not JSON.
     """
-    request = json.dumps({"regex": regex, "json_schema": json_schema})
+    return _checked_apart(json.dumps({"regex": regex, "json_schema": json_schema}))
+
+
+@lru_cache(maxsize=64)
+def _checked_apart(request: str) -> CheckedGrammar:
+    """Check the grammar of a request in a child process; the results of the last ones are kept."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
@@ -57,8 +63,9 @@ def check_grammar(*, regex: str | None, json_schema: Any) -> CheckedGrammar:
             env=environment,
             check=True,
         )
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        if getattr(error, "returncode", -1) > 0:  # not ended by a signal
+    except (subprocess.SubprocessError, OSError) as error:
+        ended = isinstance(error, subprocess.TimeoutExpired) or getattr(error, "returncode", 0) < 0  # by a signal
+        if not ended:
             return CheckedGrammar(problem=f"the process that checks it failed: {error}")
         return CheckedGrammar(problem=_TOO_COMPLEX)
     return CheckedGrammar(**json.loads(done.stdout))
@@ -69,7 +76,7 @@ def _checked(regex: str | None, json_schema: Any) -> CheckedGrammar:
     from llguidance import LLMatcher
 
     if regex is None:
-        return _checked_schema(json.loads(json_schema) if isinstance(json_schema, str) else json_schema)
+        return _checked_schema(json_schema)
     grammar = LLMatcher.grammar_from_regex(regex)
     return CheckedGrammar(grammar, _reason(_problem(grammar)))
 

@@ -7,6 +7,7 @@ another prefix. The draft's and the target's distributions are therefore masked 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,8 +81,10 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
         raise SelfspecError("a guide is a regular expression or a JSON schema; expected one of them")
     what = "JSON schema" if regex is None else f"regular expression {short(regex)}"
     try:
-        schema = json_schema if json_schema is None or isinstance(json_schema, str) else dict(json_schema)
-        checked = check_grammar(regex=regex, json_schema=schema)
+        schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
+        if regex is None and not isinstance(schema, Mapping | bool):
+            raise TypeError(f"{short(schema)} is none; expected an object")
+        checked = check_grammar(regex=regex, json_schema=dict(schema) if isinstance(schema, Mapping) else schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise SelfspecError(f"{what}: {reason(error)}") from None
     if checked.problem is not None:

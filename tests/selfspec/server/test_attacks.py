@@ -111,14 +111,16 @@ def test_time_that_is_up_while_a_prompt_is_read(serve, monkeypatch):
 
 
 @needs("llguidance", "llguidance")
-def test_a_schema_that_was_refused_is_not_compiled_again(serve, monkeypatch):
+def test_a_schema_that_was_refused_is_not_checked_again(serve, monkeypatch):
     schema = {
         "type": "json_schema",
         "json_schema": {"name": "a", "schema": {"type": "integer", "required": ["x"] * 3000}},
     }
     with serve() as one:
         first = wrong(post(one, {**BODY, "response_format": schema}))
-        monkeypatch.setattr("selfspec.text.guided.check_grammar", lambda **_: pytest.fail("it was compiled again"))
+        monkeypatch.setattr(
+            "selfspec.text.grammar.subprocess.run", lambda *_, **__: pytest.fail("it was checked again")
+        )
         assert first == wrong(post(one, {**BODY, "response_format": schema}))
         assert "3000 property names are too many" in first
 
