@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
@@ -86,7 +87,7 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
         batch = Batch(llm, rows=limits.rows, memory=limits.memory, longest=limits.max_model_len)
         workers.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
     pool = WorkerPool(workers, rows=limits.rows, queue=limits.queue)
-    settings = _settings(command, llms[0].name)
+    settings = _settings(command, llms[0].name, sock.getsockname()[0])
     many = f"{len(workers)} replicas of {limits.rows} sequences" if len(workers) > 1 else f"{limits.rows} sequences"
     with Service(llms[0], pool, settings) as service:
         line = f"serving {settings.names[0]} at {url(sock)} ({many})"
@@ -104,7 +105,15 @@ def _adapters(specs: Sequence[str]) -> dict[str, str]:
     return folders
 
 
-def _settings(command: ServeCommand, name: str) -> Settings:
+def _hosts(command: ServeCommand, address: str) -> tuple[str, ...]:
+    """Return the `Host` headers to answer: without a key on a loopback `address`, this machine's; else any (none)."""
+    if command.api_key is not None or not ip_address(address).is_loopback:
+        return ()
+    names = (command.host, address)
+    return ("localhost", "127.0.0.1", *names, *(f"[{name}]" for name in ("::1", *names)))
+
+
+def _settings(command: ServeCommand, name: str, address: str) -> Settings:
     from selfspec.server.settings import Settings
 
     limits = command.limits
@@ -112,6 +121,7 @@ def _settings(command: ServeCommand, name: str) -> Settings:
         names=(*(command.served_model_name or [name]), *_adapters(command.adapter or ())),
         api_key=command.api_key,
         cors_origins=tuple(command.cors_origin or ()),
+        hosts=_hosts(command, address),
         rows=limits.rows,
         queue=limits.queue,
         max_tokens=limits.max_tokens,

@@ -145,6 +145,7 @@ def test_masks_are_a_function_of_the_prefix(llm):
         ({"regex": "a("}, r"^regular expression 'a\(': unclosed group$"),
         ({"json_schema": "{"}, "JSON schema"),
         ({"json_schema": {"type": "thing"}}, "JSON schema"),
+        ({"json_schema": "[1]"}, r"^JSON schema: .*\[1\]; expected an object, such as"),
         ({"regex": "\udcff"}, "regular expression"),
         ({"json_schema": '{"const": "\ud800"}'}, "JSON schema"),
         ({"json_schema": {"enum": {1, 2}}}, "JSON schema"),
