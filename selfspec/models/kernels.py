@@ -6,6 +6,7 @@ is slower than float32. Kernels are therefore timed on a random weight like the 
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ _COPIES, _CACHES = 24, 2**26  # timed copies: at most 24 of together 64 MiB, mor
 _ENLARGED = 2.0**20  # factor on a single row for `int8_dynamic`
 _WIDE = 24  # rows from which a product with the weight dequantised to bfloat16 is faster than the quantised kernel
 COARSER = 1.1  # factor on float8's time, as its drafts are accepted less often: its weights are five times as far off
+_VERSION = 2  # of the native kernels: choices that were timed with others do not count
 _ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
@@ -266,6 +268,8 @@ def _path(weight: Tensor, bits: Bits) -> Path:
         torch.__version__,
         bits,
         available(),
+        os.environ.get("SELFSPEC_ISA"),
+        _VERSION,
         list(weight.shape),
         str(weight.dtype),
     ]

@@ -325,7 +325,7 @@ def _linear_like(module: Any) -> nn.Linear:
 def _path(parts: Parts) -> Path:
     """Return the cache file of the times for this kind of model, number of threads and machine."""
     shapes = [tuple(module.weight.shape) for group in parts.layers[0].groups for module in group.modules]
-    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
+    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA", "SELFSPEC_ISA")]
     what = [
         *settings,
         machine(torch.device("cpu")),

@@ -43,10 +43,14 @@ typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
 enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4 };
 
-// A weight [out, in]. INT8: values * scale, a bfloat16 for each output. INT4: (values - 8) * scale + zero, for each
-// output and 2^group inputs the two as one number of 32 bits, the zero's first; of 32 inputs, the first 16 are the low
-// halves of 16 bytes, the others the high halves. BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and
-// values * scale + zero with values as INT4's, for each output and 32 inputs, scales and zeros float16, the scale first.
+// A weight [out, in]. BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and values * scale + zero, for each
+// output and 32 inputs, scales and zeros float16, the scale first; of BLOCKS4's 32 inputs, the first 16 are the low halves
+// of 16 bytes, the others the high halves.
+//
+// INT8 and INT4 in tiles of 16 outputs, padded with zeros. INT8: (bytes - 128) * scale, a bfloat16 for each output; of a
+// tile, 4 inputs of each output, then the next 4, up to a multiple of 32 inputs. INT4: (values - 8) * scale + zero; of a
+// tile, 8 inputs of each output as 4 bytes, of which the low halves are the first 4 inputs; for 2^group inputs the 16
+// scales, then the 16 zeros, each bfloat16.
 struct Weight {
     int64_t kind, out, in, group, bias_kind;  // the bias is FLOAT32 or BFLOAT16
     const char *values;
@@ -238,31 +242,20 @@ INLINE floats exponential(floats x) {
 }
 
 constexpr int64_t BLOCK = 32;  // inputs that share a scale, of BLOCKS8 and BLOCKS4
-constexpr bool grouped(int kind) { return kind == INT4 || kind == BLOCKS8 || kind == BLOCKS4; }
+constexpr bool grouped(int kind) { return kind == BLOCKS8 || kind == BLOCKS4; }
 
 template <int K> INLINE int64_t row_bytes(int64_t in) {
-    return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == INT8 || K == BLOCKS8 ? in : in / 2;
+    return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == BLOCKS8 ? in : in / 2;
 }
 
-// V values of a weight's row from input k on; without scales, and of no kind in int4.
+// V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
 template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
-    if constexpr (K == BFLOAT16) return at((const uint16_t *)row + k);
-    return to_floats(widened((const int8_t *)row + k));
+    return at((const uint16_t *)row + k);
 }
 template <int K> INLINE float load_one(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return ((const float *)row)[k];
-    if constexpr (K == BFLOAT16) return bfloat16(((const uint16_t *)row)[k]);
-    return ((const int8_t *)row)[k];  // INT4's inputs come by 32
-}
-
-// What INT4's low halves stand for, less 8.
-INLINE floats signed_halves(ints x) {
-#if V == 16
-    return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
-#else
-    return to_floats((x & 15) - 8);
-#endif
+    return bfloat16(((const uint16_t *)row)[k]);
 }
 
 // What BLOCKS4's low halves stand for.
@@ -304,33 +297,6 @@ template <int R, int O> INLINE void add_products(const float *x, int64_t ldx, co
         const floats of_row = held(at(x + r * ldx));
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) a[r][i] = fused(of_row, weights[i], a[r][i]);
-    }
-}
-template <int R, int O>
-INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *grid, const float *x, int64_t ldx, floats (&a)[R][O]) {
-    const int64_t row = w.in / 2, groups = w.in >> w.group;
-    for (int64_t k = 0; k < w.in; k += 32) {
-        floats scale[O], zero[O];
-#pragma GCC unroll 12
-        for (int i = 0; i < O; i++) {
-            ints both = ints{} + (int32_t)grid[i * groups + (k >> w.group)];
-            scale[i] = (floats)(both << 16);
-            zero[i] = (floats)(both & (int32_t)0xffff0000);
-            if ((k & 127) == 0) __builtin_prefetch(from + (O + i) * row + k / 2);
-        }
-        for (int j = 0; j < 16; j += V) {
-            ints both[O];
-            floats half[O];
-#pragma GCC unroll 12
-            for (int i = 0; i < O; i++) {
-                both[i] = widened((const int8_t *)from + i * row + k / 2 + j);
-                half[i] = fused(signed_halves(both[i]), scale[i], zero[i]);
-            }
-            add_products<R, O>(x + k + j, ldx, half, a);
-#pragma GCC unroll 12
-            for (int i = 0; i < O; i++) half[i] = fused(signed_halves(both[i] >> 4), scale[i], zero[i]);
-            add_products<R, O>(x + k + 16 + j, ldx, half, a);
-        }
     }
 }
 
@@ -380,9 +346,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
     const char *from = w.values + o * row;
     floats a[R][O] = {};
     int64_t k = w.in;
-    if constexpr (K == INT4)
-        sums_of_halves<R, O>(w, from, (const uint32_t *)w.scale + o * (w.in >> w.group), x, ldx, a);
-    else if constexpr (grouped(K))
+    if constexpr (grouped(K))
         sums_of_blocks<K, R, O>(w, from, (const uint16_t *)w.scale + o * (w.in / BLOCK) * (K == BLOCKS4 ? 2 : 1), x, ldx, a);
     else
         k = sums<K, R, O, SIDE>(w, from, row, SIDE ? side : x, ldx, a);
@@ -393,7 +357,6 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
             float sum = sums_of[r * O + i];
             if constexpr (!grouped(K))
                 for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
-            if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
             put(w, o + i, sum, y + r * ldy + o + i, add);
         }
 }
@@ -501,10 +464,7 @@ INLINE float scaled_to(float most, const float *x, int64_t size, float *back) {
 #if defined(TILES)
 #include "tiles.h"
 #endif
-#if defined(__AVX2__) && defined(__FMA__)
-#include "whole.h"
-#define WHOLE
-#endif
+#include "quantized.h"
 
 constexpr int64_t NEAR = 512;  // outputs whose weights stay near while more rows than a tile has are multiplied
 
@@ -524,18 +484,6 @@ static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, 
     part<K>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
-// Weights in few bits, by tiles or in whole numbers where that is faster.
-template <int K>
-static void in_few_bits(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-#if defined(TILES)
-    if (K == INT8 && w.in % LINE<INT8> == 0 && tiles_allowed()) return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
-#endif
-#if defined(WHOLE)
-    if (V == 8 || K == INT8) return in_whole<K>(w, from, to, x, ldx, y, ldy, rows, add);
-#endif
-    part<K>(w, from, to, x, ldx, y, ldy, rows, add);
-}
-
 constexpr int64_t MOST_AT_ONCE = 512;  // rows: each thread keeps what it makes of all that are multiplied at once
 
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
@@ -544,8 +492,8 @@ static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, 
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
         case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
-        case INT8: return in_few_bits<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
-        case INT4: return in_few_bits<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT8: return quantized<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT4: return quantized<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
         case BLOCKS8: return part<BLOCKS8>(w, from, to, x, ldx, y, ldy, rows, add);
         default: return part<BLOCKS4>(w, from, to, x, ldx, y, ldy, rows, add);
     }

@@ -27,6 +27,7 @@ ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a
 IN_A_PASS = 0.7
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3
+_TILE, _BLOCK = 16, 32  # outputs of a tile of quantised weights; inputs of a row that share a scale
 
 
 class Weight(ctypes.Structure):
@@ -86,6 +87,36 @@ def torch_has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Return the bytes of a quantised weight in the order that `native.cpp` reads them, and its scales and zero points.
+
+    Tiles of 16 outputs: int8 values plus 128 as `[tiles, inputs / 4, 16, 4]`, with scales `[outputs]`; int4 values as
+    `[tiles, inputs / 8, 16, 4]`, two to a byte, with scales and zero points `[tiles, groups, 2, 16]`. Outputs are
+    padded to a multiple of 16, and inputs of int8 weights to a multiple of 32.
+    """
+    out, into = weight.values.shape
+    more = -out % _TILE
+    if weight.zero is None:
+        values = F.pad(weight.values, (0, -into % _BLOCK, 0, more))
+        tiles = values.view(-1, _TILE, values.shape[1] // 4, 4).transpose(1, 2)
+        return (tiles.to(torch.uint8) ^ 128).contiguous(), F.pad(weight.scale.flatten(), (0, more))
+    fours = F.pad(weight.values, (0, 0, 0, more)).to(torch.uint8).view(-1, _TILE, into // 8, 2, 4)
+    both = torch.stack([F.pad(part, (0, 0, 0, more)) for part in (weight.scale, weight.zero)])
+    grid = both.view(2, -1, _TILE, both.shape[2]).permute(1, 3, 0, 2)
+    return (fours[..., 0, :] | fours[..., 1, :] << 4).transpose(1, 2).contiguous(), grid.contiguous()
+
+
+def unpack(values: Tensor, scale: Tensor, out: int, into: int) -> QuantizedWeight:
+    """Return the weight `[out, into]` that `pack` made `values` and `scale` of."""
+    tiles = values.transpose(1, 2)  # [tiles, 16, inputs / 4 or / 8, 4]
+    if scale.dim() == 1:
+        plain = (tiles ^ 128).reshape(len(scale), -1)[:out, :into].to(torch.int8)
+        return QuantizedWeight(8, plain.contiguous(), scale[:out].view(-1, 1))
+    plain = torch.stack([tiles & 15, tiles >> 4], 3).reshape(-1, into)[:out].to(torch.int8)
+    both = scale.permute(2, 0, 3, 1).reshape(2, -1, scale.shape[1])[:, :out]
+    return QuantizedWeight(4, plain.contiguous(), both[0].contiguous(), both[1].contiguous())
+
+
 class NativeProduct:
     """The product of rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or quantised.
 
@@ -97,19 +128,14 @@ class NativeProduct:
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
-        self._weight = weight
+        self._weight = weight if isinstance(weight, Tensor) else None
         self._wide: Tensor | None = None  # the transposed weight, for many rows
         scale = None
         if isinstance(weight, QuantizedWeight):
-            values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
-            (self.out, self.into), group = values.shape, 0
-            kind = _INT8 if zero is None else _INT4
-            if zero is not None:
-                group = (values.shape[1] // scale.shape[1]).bit_length() - 1
-                scale = torch.stack([scale, zero], -1)
-                halves = values.view(self.out, -1, 2, 16)
-                values = halves[:, :, 0] | (halves[:, :, 1] << 4)
-                self._weight = replace(weight, values=values, scale=scale[..., 0], zero=scale[..., 1])
+            kind = _INT8 if weight.zero is None else _INT4
+            group = 0 if weight.zero is None else (weight.values.shape[1] // weight.scale.shape[1]).bit_length() - 1
+            self.out, self.into = weight.values.shape
+            values, scale = pack(weight)
         else:
             values, kind, group = weight, KINDS[weight.dtype], 0
             self.out, self.into = weight.shape
@@ -172,11 +198,12 @@ class NativeProduct:
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def _unpacked_weight(self) -> Tensor | QuantizedWeight:
-        """Return the weight that this product was made from; an int4 weight is unpacked to one value per byte."""
-        if isinstance(self._weight, Tensor) or self._weight.bits == 8:
+        """Return the weight that this product was made from."""
+        if self._weight is not None:
             return self._weight
-        halves = self.values.view(self.out, -1, 1, 16)
-        return replace(self._weight, values=torch.cat([halves & 15, (halves >> 4) & 15], 2).view(self.out, self.into))
+        _, scale, _ = self._tensors
+        assert scale is not None
+        return unpack(self.values, scale, self.out, self.into)
 
     @property
     def product(self) -> NativeProduct:

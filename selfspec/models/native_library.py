@@ -1,6 +1,7 @@
 """Compilation of `native.cpp` for this machine, once (seconds), and loading of the compiled library (milliseconds).
 
-The C++ compiler is `CXX` (environment variable), or else the system's compiler.
+The C++ compiler is `CXX` (environment variable), or else the system's compiler. `SELFSPEC_ISA` chooses an instruction
+set below this processor's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -33,13 +34,21 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
 # Flag sets for OpenMP and this processor's instructions, tried in turn; some compilers have no OpenMP.
 _HERE = (("-fopenmp", "-march=native"), ("-fopenmp", "-mcpu=native"), ("-fopenmp",), ("-march=native",), ())
+# Instruction sets that `SELFSPEC_ISA` may name: the compiler's flags, and what the (x86) processor must have.
+ISAS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "sse": (("-march=x86-64",), frozenset()),
+    "avx2": (("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi2"})),
+    "avxvnni": (("-march=x86-64-v3", "-mavxvnni"), frozenset({"avx2", "fma", "f16c", "bmi2", "avx_vnni"})),
+    "avx512": (("-march=x86-64-v4",), frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
+    "avx512vnni": (("-march=x86-64-v4", "-mavx512vnni"), frozenset({"avx512bw", "avx512vl", "avx512_vnni"})),
+}
 _OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
 _PATIENCE = 120  # timeout of the compiler in seconds
 
 
 def library() -> Any:
     """Return the compiled library, compiled if necessary. Raises `SelfspecError` with the reason if that fails."""
-    loaded = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
+    loaded = _library(*(os.environ.get(name, "") for name in ("SELFSPEC_NATIVE", "CXX", "SELFSPEC_ISA")))
     if isinstance(loaded, str):
         raise SelfspecError(loaded)
     return loaded
@@ -55,10 +64,15 @@ def available() -> bool:
 
 
 @lru_cache
-def _library(wanted: str, compiler: str) -> Any:
-    """Return the compiled library, or why there is none; the arguments are `SELFSPEC_NATIVE` and `CXX`."""
+def _library(wanted: str, compiler: str, isa: str = "") -> Any:
+    """Return the compiled library, or why there is none.
+
+    The arguments are the environment variables `SELFSPEC_NATIVE`, `CXX` and `SELFSPEC_ISA`.
+    """
     if wanted == "0":
         return "native kernels are turned off by SELFSPEC_NATIVE=0"
+    if isa and (problem := _missing(isa)):
+        return problem
     names = [compiler] if compiler else ["c++", "g++", "clang++"]
     command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
     if command is None:
@@ -66,7 +80,8 @@ def _library(wanted: str, compiler: str) -> Any:
     sources = [part.read_text(encoding="utf-8") for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
-    name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
+    here = _HERE if not isa else tuple((*openmp, *ISAS[isa][0]) for openmp in (("-fopenmp",), ()))
+    name = hashlib.sha256(repr([*key, *command, _FLAGS, here]).encode()).hexdigest()[:32]
     folders = _folders()
     for known in (file for folder in folders for file in folder.glob(f"{name}.*.so")):
         try:
@@ -81,7 +96,7 @@ def _library(wanted: str, compiler: str) -> Any:
         failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
         if isinstance(problem := read_cached(failed), str):
             return problem
-        made = _compile(command, folder, name)
+        made = _compile(command, here, folder, name)
     except OSError as error:  # such as a full disk; not cached, as it is temporary
         return f"native kernels: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
     try:
@@ -92,6 +107,14 @@ def _library(wanted: str, compiler: str) -> Any:
         problem = f"native kernels: {made} cannot be loaded ({error}); {_OTHERWISE}"
     write_cached(failed, problem)
     return problem
+
+
+def _missing(isa: str) -> str | None:
+    """Return why the instruction set `isa` cannot be used here; None if it can."""
+    if isa not in ISAS:
+        return f"SELFSPEC_ISA={isa} is not known; expected one of {', '.join(ISAS)}"
+    missing = sorted(ISAS[isa][1] - set(_instructions().split()))
+    return f"SELFSPEC_ISA={isa}: this processor has no {', '.join(missing)}" if missing else None
 
 
 def _words(command: str) -> list[str]:
@@ -161,14 +184,17 @@ def _instructions() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
-    """Compile to a file atomically and return its path, or the compiler's error. Raises `OSError` if it cannot run."""
+def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Path, name: str) -> Path | str:
+    """Compile to a file atomically and return its path, or the compiler's error. Raises `OSError` if it cannot run.
+
+    `flags`: sets of flags, tried in turn.
+    """
     _log.warning("compiling native kernels for this processor, once ...")
     problem = ""
     handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
     try:
-        for here in _HERE:
-            call = [*command, *_FLAGS, *here, str(_SOURCE), "-o", made]
+        for tried in flags:
+            call = [*command, *_FLAGS, *tried, str(_SOURCE), "-o", made]
             done = subprocess.run(call, capture_output=True, text=True, timeout=_PATIENCE, check=False)
             if done.returncode == 0:
                 os.chmod(made, 0o700)

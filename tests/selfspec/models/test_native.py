@@ -29,7 +29,7 @@ from selfspec.models.kernels import kernel_times
 from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import quantize
-from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
+from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_, pack, torch_has_bfloat16, unpack
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import FULL
 
@@ -72,18 +72,26 @@ def rows_of(kind, n, into):
     return x.bfloat16().float() if kind == "bfloat16" else x
 
 
-def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
-    """Off by float32's sums; more than `ROWS` rows in few bits, and of bfloat16, by bfloat16's.
+def in_int8(x):
+    """What rows stand for in int8, with a scale for each 32 inputs."""
+    blocks = F.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    most = blocks.abs().amax(2, keepdim=True)
+    values = (blocks * torch.where(most > 1e-30, 127 / most, 0.0)).round()
+    return (values.double() * (most / 127).double()).view(len(x), -1)[:, : x.shape[1]]
 
-    In few bits rows may be whole numbers of 16 bits: off by 2^-16 of their largest one.
+
+def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
+    """Off by float32's sums; more than `ROWS` rows with quantised weights, and of bfloat16, by bfloat16's.
+
+    Up to `ROWS` rows are quantised themselves before quantised weights are multiplied with them.
     """
     got = product(x) if got is None else got
     single = len(x) <= ROWS or kind == "float32"
+    if kind in ("int8", "int4") and (single or not torch_has_bfloat16()):
+        single, x = True, in_int8(x)
     error = (x.shape[1] + 8) * 2.0**-24 if single else 2.0**-6
     size = x.double().abs() @ weight.abs().t() + torch.as_tensor(bias).abs() + torch.as_tensor(base).abs()
     most = error * size
-    if kind in ("int8", "int4"):
-        most += 2.0**-16 * x.double().abs().amax(1, keepdim=True) * weight.abs().sum(1)
     off = got.double() - (base + x.double() @ weight.t() + bias)
     assert (off.abs() <= most).all()
 
@@ -580,7 +588,7 @@ def test_they_are_compiled_once(monkeypatch, quick):
     assert (quick.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o700)
     assert not list(quick.parents[1].glob("selfspec-native-*"))
     native_library._library.cache_clear()
-    monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
+    monkeypatch.setattr(native_library, "_compile", lambda command, flags, folder, name: "compiled again")
     assert native_library.library().selfspec_vector() == 7
 
 
@@ -666,7 +674,7 @@ def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere_once(quick, tm
     assert native_library.library().selfspec_vector() == 7
     assert len(list((tmp_path / f"selfspec-native-{os.getuid()}").glob("*.so"))) == 1
     native_library._library.cache_clear()
-    monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
+    monkeypatch.setattr(native_library, "_compile", lambda command, flags, folder, name: "compiled again")
     assert native_library.library().selfspec_vector() == 7
 
 
@@ -794,6 +802,51 @@ def test_older_processors_compute_the_same(monkeypatch, anew, processor):
     model = laid("llama-head-dim")
     assert Runtime(model).compile(FULL).native is not None
     assert_near(logits(model), logits(single("llama-head-dim")))
+
+
+def few_bit_products():
+    """Products of quantised weights with rows, of sizes that fill no tile and no block too."""
+    for kind in ("int8", "int4"):
+        for seed, (rows, out, into) in enumerate([(1, 16, 32), (2, 33, 64), (9, 40, 128), (3, 100, 1536)]):
+            product, _, _ = product_of(kind, seed, out, into + seed * (kind == "int8"), bias=bool(seed % 2))
+            yield product.batch_invariant(rows_of(kind, rows, product.into))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", list(native_library.ISAS)[1:])
+@pytest.mark.long("builds for older processors")
+def test_quantised_products_have_the_same_bits_with_every_instruction_set(monkeypatch, anew, isa):
+    if problem := native_library._missing(isa):
+        pytest.skip(problem)
+    best = list(few_bit_products())
+    monkeypatch.setenv("SELFSPEC_ISA", isa)
+    assert all(map(torch.equal, few_bit_products(), best))
+    assert native_library.library() is native_library._library("", "", isa)
+
+
+@pytest.mark.parametrize(
+    ("isa", "said"),
+    [
+        ("mmx", "SELFSPEC_ISA=mmx is not known; expected one of sse, avx2,"),
+        ("avx2", "this processor has no avx2, bmi2"),
+    ],
+)
+def test_an_instruction_set_that_cannot_be_used_is_told(monkeypatch, anew, isa, said):
+    monkeypatch.setattr(native_library, "_instructions", lambda: "flags : fma f16c")
+    monkeypatch.setenv("SELFSPEC_ISA", isa)
+    with pytest.raises(SelfspecError, match=said):
+        native_library.library()
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_weights_are_those_that_were_packed(bits):
+    for out, into in ((16, 32), (17, 64), (100, 96), (33, 77)):
+        if bits == 8 or into % 32 == 0:
+            weight = quantize(torch.randn(out, into), bits)
+            again = unpack(*pack(weight), out, into)
+            assert torch.equal(again.values, weight.values)
+            assert torch.equal(again.weight(torch.float32), weight.weight(torch.float32))
 
 
 @pytest.mark.skipif(
