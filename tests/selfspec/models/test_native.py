@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -822,6 +823,42 @@ def test_quantised_products_have_the_same_bits_with_every_instruction_set(monkey
     monkeypatch.setenv("SELFSPEC_ISA", isa)
     assert all(map(torch.equal, few_bit_products(), best))
     assert native_library.library() is native_library._library("", "", isa)
+
+
+def printed(tmp_path, compiler, *flags, run=()):
+    """What `quantized_products.cpp` prints, compiled by a compiler with flags."""
+    program = tmp_path / "program"
+    source = Path(__file__).parents[2] / "helpers" / "quantized_products.cpp"
+    include = f"-I{native_library._SOURCE.parent}"
+    command = [
+        *compiler,
+        "-std=c++17",
+        "-O2",
+        "-ffp-contract=off",
+        "-w",
+        include,
+        *flags,
+        str(source),
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, check=True)
+    return subprocess.run([*run, str(program)], check=True, capture_output=True, text=True).stdout.split()
+
+
+@needs_native
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
+    reason=reason("an emulated ARM processor"),
+)
+@pytest.mark.parametrize("processor", ["armv8-a", "armv8.2-a+dotprod"])
+@pytest.mark.long("an emulated processor")
+def test_arm_processors_give_quantised_products_the_same_bits(tmp_path, processor):
+    flags = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    here = printed(tmp_path, [real_compiler()], *flags)
+    emulated = printed(tmp_path, ["aarch64-linux-gnu-g++"], "-static", f"-march={processor}", run=["qemu-aarch64"])
+    assert len(here) > 1000
+    assert emulated == here
 
 
 @pytest.mark.parametrize(
