@@ -16,7 +16,7 @@
 #elif defined(__ARM_FEATURE_FMA)
 #include <arm_neon.h>
 #endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define TILES
@@ -468,20 +468,19 @@ INLINE float scaled_to(float most, const float *x, int64_t size, float *back) {
 
 constexpr int64_t NEAR = 512;  // outputs whose weights stay near while more rows than a tile has are multiplied
 
-// By tiles where there are such, but for outputs and inputs that fill none.
-template <int K>
+// BFLOAT16 by tiles where there are such, but for outputs and inputs that fill none.
 static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
 #if defined(TILES)
-    if (w.in % LINE<K> == 0 && rows >= 1 && tiles_allowed()) {
+    if (w.in % LINE == 0 && rows >= 1 && tiles_allowed()) {
         const int64_t whole = from + (to - from) / LINES * LINES;
         for (int64_t end; from < whole; from = end) {
             end = rows > LINES && whole - from > NEAR ? from + NEAR : whole;
             for (int64_t r = 0; r < rows; r += LINES)
-                tiled<K>(w, from, end, x + r * ldx, ldx, y + r * ldy, ldy, rows - r < LINES ? rows - r : LINES, add);
+                tiled(w, from, end, x + r * ldx, ldx, y + r * ldy, ldy, rows - r < LINES ? rows - r : LINES, add);
         }
     }
 #endif
-    part<K>(w, from, to, x, ldx, y, ldy, rows, add);
+    part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
 constexpr int64_t MOST_AT_ONCE = 512;  // rows: each thread keeps what it makes of all that are multiplied at once
@@ -491,7 +490,7 @@ static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, 
         multiply(w, from, to, x, ldx, y, ldy, MOST_AT_ONCE, add);
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
-        case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
+        case BFLOAT16: return by_tiles(w, from, to, x, ldx, y, ldy, rows, add);
         case INT8: return quantized<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
         case INT4: return quantized<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
         case BLOCKS8: return part<BLOCKS8>(w, from, to, x, ldx, y, ldy, rows, add);
