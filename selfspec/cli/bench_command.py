@@ -21,6 +21,7 @@ from selfspec.cli.common import (
     resolve_drafting,
     select_drafting,
     set_threads,
+    size,
     stderr,
     stdout,
 )
@@ -296,12 +297,3 @@ def ratio(r: Mapping[str, float]) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.3g} ms"
-
-
-def size(size: float) -> str:
-    """Format a number of bytes with its decimal unit, from B to GB."""
-    for unit in ("B", "kB", "MB"):
-        if abs(size) < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

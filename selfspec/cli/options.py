@@ -37,6 +37,16 @@ Controller = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+ExtraMemory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        min=0,
+        help="Maximum memory of the draft weights that are made if no profile is known, as a share of the model's "
+        "bytes; 0: none; by default half of the available memory.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 Store = Annotated[
     Path | None,
     typer.Option(
@@ -183,6 +193,7 @@ class DecodingOptions:
     ] = None
     controller: Controller = None
     store: Store = None
+    extra_memory: ExtraMemory = None
     answers: Annotated[
         Path | None,
         typer.Option(

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, quiet, set_threads, stderr
+from selfspec.cli.common import checked_profile, model_for, quiet, search_hint, set_threads, stderr
 from selfspec.cli.devices import SharedDeviceOptions
 from selfspec.cli.serve_options import ServeCommand
 from selfspec.profile.schema import Profile
@@ -46,8 +46,8 @@ def run(command: ServeCommand) -> int:
         _load(command, command.device_options, model, profile)
     with bind_socket(command.host, command.port) as sock:
         llms = [_load(command, where, model, profile, adapters) for where in replica_devices]
-        if llms[0].profile is None and command.profile == "auto":
-            stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
+        if llms[0].has_default_profile:
+            stderr().print(search_hint(llms[0]), markup=False, soft_wrap=True)
         _serve(command, llms, sock)
     return 0
 
@@ -70,6 +70,7 @@ def _load(
         dtype=where.dtype,
         tensor_parallel=where.tensor_parallel,
         adapters=adapters,
+        extra_memory=command.extra_memory,
     )
 
 

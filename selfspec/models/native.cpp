@@ -838,6 +838,23 @@ int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, flo
 #endif
 }
 
+// Quantises a weight [out, in] of `from`, FLOAT32 or BFLOAT16, to `kind`, INT8 or INT4, rounding to nearest, as `Weight`
+// describes them. `group`: as of a `Weight`.
+void selfspec_quantize(int64_t from, int64_t kind, const void *weights, int64_t out, int64_t in, int64_t group, char *values, void *scale, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Team team;
+        const int64_t tiles = (out + TILE - 1) / TILE;
+        for (int64_t tile = team.share(tiles, 1); tile < team.end(tiles, 1); tile++) {
+            uint16_t *const scales = (uint16_t *)scale;
+            if (from == FLOAT32 && kind == INT8) quantize_tile<INT8>((const float *)weights, out, in, group, tile, values, scales);
+            if (from == FLOAT32 && kind == INT4) quantize_tile<INT4>((const float *)weights, out, in, group, tile, values, scales);
+            if (from == BFLOAT16 && kind == INT8) quantize_tile<INT8>((const uint16_t *)weights, out, in, group, tile, values, scales);
+            if (from == BFLOAT16 && kind == INT4) quantize_tile<INT4>((const uint16_t *)weights, out, in, group, tile, values, scales);
+        }
+    }
+}
+
 // Floats of scratch that `selfspec_pass` computes in.
 int64_t selfspec_scratch(const Pass *p, const Place *place, int64_t threads) {
     return shared_floats(*p, *place) + threads * own_floats(*p, *place);

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
-from selfspec.models.low_precision import QuantizedWeight
+from selfspec.models.low_precision import QuantizedWeight, groups_of
 from selfspec.models.native_library import library
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
@@ -104,6 +104,25 @@ def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     both = torch.stack([F.pad(part, (0, 0, 0, more)) for part in (weight.scale, weight.zero)])
     grid = both.view(2, -1, _TILE, both.shape[2]).permute(1, 3, 0, 2)
     return (fours[..., 0, :] | fours[..., 1, :] << 4).transpose(1, 2).contiguous(), grid.contiguous()
+
+
+def quantize_packed(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return `pack(quantize(weight, bits))`, computed by native code in a fraction of the time.
+
+    `weight` `[out, in]` is float32 or bfloat16, on the CPU.
+    """
+    out, into = weight.shape
+    tiles, weight = -(-out // _TILE), weight.contiguous()
+    if bits == 8:
+        group, values = 0, torch.empty(tiles, -(-into // _BLOCK) * _BLOCK // 4, _TILE, 4, dtype=torch.uint8)
+        scale = torch.empty(tiles * _TILE, dtype=torch.bfloat16)
+    else:
+        group, values = groups_of(into) or into, torch.empty(tiles, into // 8, _TILE, 4, dtype=torch.uint8)
+        scale = torch.empty(tiles, into // group, 2, _TILE, dtype=torch.bfloat16)
+    kind, shift = (_INT8 if bits == 8 else _INT4), max(group, 1).bit_length() - 1
+    address, parts = weight.data_ptr(), (values.data_ptr(), scale.data_ptr())
+    library().selfspec_quantize(KINDS[weight.dtype], kind, address, out, into, shift, *parts, torch.get_num_threads())
+    return values, scale
 
 
 def unpack(values: Tensor, scale: Tensor, out: int, into: int) -> QuantizedWeight:

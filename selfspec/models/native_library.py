@@ -216,6 +216,8 @@ def _typed(lib: Any) -> Any:
     lib.selfspec_multiply.restype = None
     lib.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]
     lib.selfspec_multiply_many.restype = number
+    lib.selfspec_quantize.argtypes = [number, number, pointer, number, number, number, pointer, pointer, number]
+    lib.selfspec_quantize.restype = None
     lib.selfspec_scratch.argtypes, lib.selfspec_scratch.restype = [pointer, pointer, number], number
     lib.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
     lib.selfspec_pass.restype = None

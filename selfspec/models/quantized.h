@@ -211,3 +211,84 @@ static void quantized(const Weight &w, int64_t from, int64_t to, const float *x,
             tile_of<K, ROWS_AT_ONCE>(n, w, tile, from, to, in, first, y + first * ldy, ldy, add);
         }
 }
+
+// The nearest integers of numbers below 2^22.
+INLINE floats nearest(floats x) { return (x + 12582912.0f) - 12582912.0f; }
+INLINE float rounded(float x) {  // to bfloat16
+    uint16_t bits;
+    keep(&bits, x);
+    return bfloat16(bits);
+}
+INLINE floats least(floats a, floats b) { return b < a ? b : a; }
+INLINE floats largest(floats a, floats b) { return b > a ? b : a; }
+
+// The smallest and the largest of `size` weights.
+template <typename T> INLINE void range_of(const T *x, int64_t size, float *low, float *high) {
+    float smallest = INFINITY, most = -INFINITY;
+    int64_t k = 0;
+    if (size >= V) {
+        floats lows = at(x), highs = lows;
+        for (k = V; k + V <= size; k += V) lows = least(lows, at(x + k)), highs = largest(highs, at(x + k));
+        for (int i = 0; i < V; i++) smallest = lows[i] < smallest ? lows[i] : smallest, most = highs[i] > most ? highs[i] : most;
+    }
+    for (; k < size; k++) {
+        float value;
+        if constexpr (sizeof(T) == 4) value = x[k];
+        else value = bfloat16(x[k]);
+        smallest = value < smallest ? value : smallest;
+        most = value > most ? value : most;
+    }
+    *low = smallest, *high = most;
+}
+
+// Writes (x - first) / scale of `size` weights, rounded to the nearest integers from `low` to `high`, to bytes, plus `excess`.
+template <typename T>
+INLINE void to_bytes(const T *x, int64_t size, float first, float scale, float low, float high, int excess, uint8_t *to) {
+    int64_t k = 0;
+    for (; k + V <= size; k += V) {
+        const floats value = largest(least(nearest((at(x + k) - first) / scale), floats{} + high), floats{} + low);
+        const ints whole = __builtin_convertvector(value, ints) + excess;
+        for (int i = 0; i < V; i++) to[k + i] = (uint8_t)whole[i];
+    }
+    for (; k < size; k++) {
+        float value;
+        if constexpr (sizeof(T) == 4) value = x[k];
+        else value = bfloat16(x[k]);
+        value = std::nearbyintf((value - first) / scale);
+        value = value > high ? high : value < low ? low : value;
+        to[k] = (uint8_t)((int)value + excess);
+    }
+}
+
+// Quantises outputs of a weight [out, in], rounding to nearest, to a tile of INT8 or INT4 as `Weight` describes them.
+template <int K, typename T>
+static void quantize_tile(const T *weights, int64_t out, int64_t in, int64_t group, int64_t tile, char *values, uint16_t *scale) {
+    static thread_local Kept kept;
+    const int64_t wide = (in + BLOCK - 1) / BLOCK * BLOCK, groups = K == INT4 ? in >> group : 1, size = K == INT4 ? 1 << group : in;
+    uint8_t *const bytes = (uint8_t *)kept.of(wide);
+    uint32_t *const lines = (uint32_t *)(values + tile * TILE * wide / (K == INT4 ? 2 : 1));
+    for (int64_t i = 0; i < TILE; i++) {
+        const int64_t o = tile * TILE + i;
+        memset(bytes, K == INT8 ? 128 : 0, wide);
+        for (int64_t g = 0; g < groups; g++) {
+            float low = 0, high = 0, step = 0, zero = 0;
+            if (o < out) {
+                const T *const x = weights + o * in + g * size;
+                range_of(x, size, &low, &high);
+                const float most = -low > high ? -low : high, exact = K == INT8 ? most / 127 : (high - low) / 15;
+                step = rounded(exact < 1e-12f ? 1e-12f : exact);
+                zero = rounded(low + 8 * step);
+                if (K == INT8) to_bytes(x, size, 0, step, -127, 127, 128, bytes);
+                else to_bytes(x, size, zero - 8 * step, step, 0, 15, 0, bytes + g * size);
+            }
+            if (K == INT8) keep(scale + tile * TILE + i, step);
+            else keep(scale + ((tile * groups + g) * 2) * TILE + i, step), keep(scale + ((tile * groups + g) * 2 + 1) * TILE + i, zero);
+        }
+        for (int64_t k = 0; k < wide; k += K == INT4 ? 8 : 4) {
+            uint32_t four[2];
+            memcpy(four, bytes + k, K == INT4 ? 8 : 4);
+            if (K == INT4) lines[k / 8 * TILE + i] = four[0] | four[1] << 4;
+            else lines[k / 4 * TILE + i] = four[0];
+        }
+    }
+}
