@@ -81,8 +81,8 @@ class MemoryBudget:
 
     @classmethod
     def from_llm(cls, llm: LLM, limit: float | None) -> MemoryBudget:
-        """Return the memory budget of a model; `limit` None: 0.3, or 0.55 for dtypes of 2 bytes."""
-        size = llm.runtime.dtype.itemsize
+        """Return the memory budget of a model; `limit` None: 0.3, or 0.55 for weights of 2 bytes."""
+        size = llm.runtime.dtype.itemsize if llm.held is None else 2
         return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
 
     def share(self, path: DraftPath) -> float:

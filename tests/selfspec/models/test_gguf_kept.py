@@ -13,8 +13,9 @@ from models import CONFIGS, plain, tiny
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.gguf_linear import BlockEmbedding, BlockLinear
+from selfspec.models.gguf_linear import BlockLinear
 from selfspec.models.loading import load_model
+from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -47,7 +48,7 @@ def test_it_computes_what_the_dequantised_model_computes(name, kind, tmp_path, m
     path = file_of(name, kind, tmp_path)
     whole, _ = load_model(path, dtype="float32")
     kept, _ = load_model(path, dtype="file")
-    assert isinstance(kept.model.embed_tokens, BlockEmbedding)
+    assert isinstance(kept.model.embed_tokens, StoredEmbedding)
     assert isinstance(kept.model.layers[1].mlp.down_proj, BlockLinear)
     assert torch.equal(kept.model.layers[1].self_attn.k_proj.weight, whole.model.layers[1].self_attn.k_proj.weight)
     torch.testing.assert_close(logits(kept), logits(whole), atol=1e-4, rtol=1e-4)
