@@ -185,6 +185,9 @@ def nativise_model_(model: Any, parts: Parts) -> None:
         shared = head.module.blocks if tied and isinstance(head.module, HalfLinear) else None
         model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype)))
     _save_tied_once(model)
+    for parameter in model.parameters() if held_dtypes(model) else ():
+        if parameter.ndim == 1:  # a norm that would keep the whole checkpoint mapped
+            parameter.data = parameter.data.clone()
 
 
 def _save_tied_once(model: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import needs_native
-from models import CONFIGS, tiny
+from models import tiny
 from natives import MODELS, WORDS, tokens_for
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -25,7 +25,7 @@ from selfspec.models.half_storage import (
     held_dtypes,
     nativise_model_,
 )
-from selfspec.models.layout import apply_layout_, join_all_, weight_bytes
+from selfspec.models.layout import apply_layout_, weight_bytes
 from selfspec.models.linears import linear_over
 from selfspec.models.low_precision import fake
 from selfspec.models.native import NativeLinear, NativeProduct, nativise_
@@ -311,7 +311,9 @@ def test_times_of_layouts_are_kept_for_each_dtype_that_weights_are_held_in():
     assert len({layout._path(layout.parts_of(model)) for model in models}) == 3
 
 
-def test_models_outside_of_float32_are_not_held():
-    model = tiny(CONFIGS["llama"], dtype=torch.bfloat16)
-    join_all_(model)
+@needs_native
+def test_a_bfloat16_model_stays_one():
+    model = tiny(MODELS["llama"], dtype=torch.bfloat16)
+    apply_layout_(model, "native")
     assert held_dtypes(model) is None
+    assert model.lm_head.weight.dtype == model.get_input_embeddings().weight.dtype == torch.bfloat16
