@@ -24,7 +24,7 @@ from selfspec.models.gguf_linear import BLOCK, BlockLinear, GGUFWeight, block_pr
 from selfspec.models.half_storage import nativise_model_
 from selfspec.models.linears import Group
 from selfspec.models.native_library import available
-from selfspec.models.stored_linear import StoredEmbedding
+from selfspec.models.stored_linear import StoredEmbedding, save_tied_once
 
 TYPES = ("Q4_0", "Q4_1", "Q8_0")
 _log = logging.getLogger("selfspec")
@@ -59,6 +59,8 @@ def load_quantized_gguf(path: Path) -> Any:
             setattr(model.get_submodule(owner), last, made[source_name])
     if available():
         nativise_model_(model, parts)
+    else:
+        save_tied_once(model)
     file.report()
     return model
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from selfspec.models.families.base import Parts
 from selfspec.models.linears import Call, Group, is_exact, is_plain
 from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
-from selfspec.models.stored_linear import StoredEmbedding, StoredLinear
+from selfspec.models.stored_linear import StoredEmbedding, StoredLinear, save_tied_once
 
 HALVES = (torch.bfloat16, torch.float16)
 _KINDS = {torch.bfloat16: 16, torch.float16: 17}  # weight kinds of `native.cpp`
@@ -184,23 +183,10 @@ def nativise_model_(model: Any, parts: Parts) -> None:
     if dtype is not None:
         shared = head.module.blocks if tied and isinstance(head.module, HalfLinear) else None
         model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype)))
-    _save_tied_once(model)
+    save_tied_once(model)
     for parameter in model.parameters() if held_dtypes(model) else ():
         if parameter.ndim == 1:  # a norm that would keep the whole checkpoint mapped
             parameter.data = parameter.data.clone()
-
-
-def _save_tied_once(model: Any) -> None:
-    """Let state dictionaries hold one tensor for a head and an embedding that share a converted weight."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    shared = isinstance(head, StoredLinear) and isinstance(embedding, StoredEmbedding)
-    if shared and head.blocks.values.data_ptr() == embedding.blocks.values.data_ptr():
-        names = {module: name for name, module in model.named_modules()}
-        model.register_state_dict_post_hook(partial(_tie, names[head], names[embedding]))
-
-
-def _tie(head: str, embedding: str, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    state[f"{prefix}{head}.weight"] = state[f"{prefix}{embedding}.weight"]
 
 
 def held_dtypes(model: Any) -> str | None:

@@ -96,7 +96,15 @@ struct Place {
 };
 
 INLINE floats at(const float *p) { return *(const floats *)p; }
-INLINE floats at(const uint16_t *p) { return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16); }
+INLINE floats at(const uint16_t *p) {
+#if V == 16  // asked for, as compilers widen in two halves otherwise
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif V == 8 && defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16);
+#endif
+}
 INLINE void keep(float *p, float x) { *p = x; }
 INLINE void keep(uint16_t *p, float x) {  // to the nearest, the even one of two
     uint32_t bits;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -112,6 +113,19 @@ class StoredEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredEmbedding:
         _stays(fn, self.blocks)
         return self
+
+
+def save_tied_once(model: Any) -> None:
+    """Let state dictionaries hold one tensor for a head and an embedding that share a stored weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    shared = isinstance(head, StoredLinear) and isinstance(embedding, StoredEmbedding)
+    if shared and head.blocks.values.data_ptr() == embedding.blocks.values.data_ptr():
+        names = {module: name for name, module in model.named_modules()}
+        model.register_state_dict_post_hook(partial(_tie, names[head], names[embedding]))
+
+
+def _tie(head: str, embedding: str, _module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    state[f"{prefix}{head}.weight"] = state[f"{prefix}{embedding}.weight"]
 
 
 def _stays(fn: Callable[[Tensor], Tensor], weight: StoredWeight) -> None:
