@@ -213,7 +213,8 @@ def _report(bench: dict[str, Any], console: Console) -> None:
         if bench["skipped"]
         else f"skip: {bench['source']}{bits_text}",
         f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "
-        f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)",
+        f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)"
+        + (f"; held in {bench['held']}, exactly" if bench["held"] else ""),
     ]
     for name, passes in bench["passes"].items():
         layout = bench["layouts"].get(name, "as loaded")

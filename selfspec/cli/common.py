@@ -195,6 +195,11 @@ _FINISH: dict[Finish | None, str] = {
 }
 
 
+def held_note(held: str | None) -> str:
+    """Return a note, after a semicolon, in which dtype of 16 bits weights are held (`LLM.held`); "" if None."""
+    return "" if held is None else f"; weights held in {held}, exactly"
+
+
 def stats_line(stats: Stats) -> str:
     """Format time, rounds and acceptance of one or several generations as one line."""
     return (

@@ -40,10 +40,9 @@ Controller = Annotated[
 ExtraMemory = Annotated[
     float | None,
     typer.Option(
-        metavar="SHARE",
+        metavar="X",
         min=0,
-        help="Maximum memory of the draft weights that are made if no profile is known, as a share of the model's "
-        "bytes; 0: none; by default half of the available memory.",
+        help="Maximum memory of draft weights made without a profile, as a share of the model; 0: none.",
         rich_help_panel=_DRAFTING,
     ),
 ]

@@ -24,6 +24,7 @@ from selfspec.llm.sampling_plan import Plan, new_tokens, plan, with_deadline
 from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
 from selfspec.models.adapters import Adapters, load_adapters
+from selfspec.models.half_storage import held_dtypes
 from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, weight_bytes
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
@@ -111,6 +112,11 @@ class LLM:
     def identity(self) -> Identity:
         """The identity of the model, as a profile records it."""
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
+
+    @property
+    def held(self) -> str | None:
+        """The dtypes of 16 bits that hold float32 weights exactly, such as `bfloat16`; None if there are none."""
+        return held_dtypes(self.model)
 
     @property
     def weight_bytes(self) -> int:

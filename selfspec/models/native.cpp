@@ -41,9 +41,12 @@ typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
 typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4 };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4, STORED_BFLOAT16 = 16, FLOAT16 };
 
-// A weight [out, in]. BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and values * scale + zero, for each
+// A weight [out, in]. STORED_BFLOAT16 and FLOAT16: of a float32 model whose weights they hold exactly; sums have the bits
+// that those of FLOAT32 have.
+//
+// BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and values * scale + zero, for each
 // output and 32 inputs, scales and zeros float16, the scale first; of BLOCKS4's 32 inputs, the first 16 are the low halves
 // of 16 bytes, the others the high halves.
 //
@@ -99,7 +102,15 @@ struct Place {
 };
 
 INLINE floats at(const float *p) { return *(const floats *)p; }
-INLINE floats at(const uint16_t *p) { return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16); }
+INLINE floats at(const uint16_t *p) {
+#if V == 16  // asked for, as compilers widen in two halves otherwise
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif V == 8 && defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16);
+#endif
+}
 INLINE void keep(float *p, float x) { *p = x; }
 INLINE void keep(uint16_t *p, float x) {  // to the nearest, the even one of two
     uint32_t bits;
@@ -146,6 +157,19 @@ INLINE float float16(uint16_t x) {
     bits |= sign;
     memcpy(&f, &bits, 4);
     return f;
+#endif
+}
+INLINE floats at_float16(const uint16_t *p) {
+#if V == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif V == 8 && defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif V == 4 && defined(__aarch64__)
+    return (floats)vcvt_f32_f16(vld1_f16((const float16_t *)p));
+#else
+    floats x;
+    for (int i = 0; i < V; i++) x[i] = float16(p[i]);
+    return x;
 #endif
 }
 INLINE ints widened(const int8_t *p) {
@@ -245,16 +269,18 @@ constexpr int64_t BLOCK = 32;  // inputs that share a scale, of BLOCKS8 and BLOC
 constexpr bool grouped(int kind) { return kind == BLOCKS8 || kind == BLOCKS4; }
 
 template <int K> INLINE int64_t row_bytes(int64_t in) {
-    return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == BLOCKS8 ? in : in / 2;
+    return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 ? 2 * in : K == BLOCKS8 ? in : in / 2;
 }
 
 // V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
 template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
+    if constexpr (K == FLOAT16) return at_float16((const uint16_t *)row + k);
     return at((const uint16_t *)row + k);
 }
 template <int K> INLINE float load_one(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return ((const float *)row)[k];
+    if constexpr (K == FLOAT16) return float16(((const uint16_t *)row)[k]);
     return bfloat16(((const uint16_t *)row)[k]);
 }
 
@@ -494,6 +520,8 @@ static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, 
         case INT8: return quantized<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
         case INT4: return quantized<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
         case BLOCKS8: return part<BLOCKS8>(w, from, to, x, ldx, y, ldy, rows, add);
+        case STORED_BFLOAT16: return part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);  // by no tiles, as FLOAT32
+        case FLOAT16: return part<FLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
         default: return part<BLOCKS4>(w, from, to, x, ldx, y, ldy, rows, add);
     }
 }
@@ -821,12 +849,13 @@ void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, i
     }
 }
 
-// y [rows, out] = x [rows, in] times a FLOAT32 weight, without its bias: by tiles, or by long vectors; 0, and nothing done,
-// where there are neither.
+// y [rows, out] = x [rows, in] times a weight of a float32 model, without its bias: by tiles, which only FLOAT32 has, or by
+// long vectors; 0, and nothing done, where there are neither.
 int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t threads) {
-    if (w->kind != FLOAT32) return 0;
+    if (w->kind != FLOAT32 && w->kind != STORED_BFLOAT16 && w->kind != FLOAT16) return 0;
 #if defined(TILES)
-    if (w->in % 32 == 0 && w->out % LINES == 0 && tiles_allowed()) return many_by_tiles(w, x, ldx, y, ldy, rows, threads);
+    if (w->in % 32 == 0 && w->out % LINES == 0 && tiles_allowed())
+        return w->kind == FLOAT32 ? many_by_tiles(w, x, ldx, y, ldy, rows, threads) : 0;
 #endif
 #if V >= 16
     Weight without = *w;

@@ -203,11 +203,8 @@ class NativeProduct:
         )
 
     def _of_many(self, x: Tensor) -> Tensor:
-        if self.values.dtype == x.dtype == torch.float32 and x.stride(1) == 1:
-            out = torch.empty(len(x), self.out)
-            args = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
-            if self._multiply_many(self.address, *args, torch.get_num_threads()):
-                return out if self.bias is None else out.add_(self.bias)
+        if self.values.dtype == x.dtype == torch.float32 and (many := self._many_in_float32(x)) is not None:
+            return many
         if self.values.dtype != torch.float32 and not torch_has_bfloat16():
             return self.batch_invariant(x)
         if self._wide is None:
@@ -215,6 +212,16 @@ class NativeProduct:
             self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, QuantizedWeight) else weight).t()
         out = x.to(self._wide.dtype) @ self._wide
         return (out if self.bias is None else out + self.bias).to(x.dtype)
+
+    def _many_in_float32(self, x: Tensor) -> Tensor | None:
+        """Return the product of many float32 rows with a float32 model's weight; None if no native kernel is faster."""
+        if x.stride(1) != 1:
+            return None
+        out = torch.empty(len(x), self.out)
+        args = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
+        if not self._multiply_many(self.address, *args, torch.get_num_threads()):
+            return None
+        return out if self.bias is None else out.add_(self.bias)
 
     def _unpacked_weight(self) -> Tensor | QuantizedWeight:
         """Return the weight that this product was made from."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import command
 import pytest
 import torch
-from layouts import fastest, seconds_by_rows
+from layouts import fastest, needs_native, seconds_by_rows
 from models import CONFIGS, tiny
 from selfspec.search.ledger import Ledger
 from transformers import GenerationConfig
@@ -165,6 +165,16 @@ class TestGenerate:
         assert code == 0
         assert "tokens a round" in err
         assert "tokens a round" not in out
+
+    @needs_native
+    @pytest.mark.parametrize("layout", ["native", "rows"])
+    def test_stats_say_where_float32_weights_are_held_in_16_bits(self, cli, auto, layout):
+        """The built-in model's weights are bfloat16 numbers."""
+        auto(layout)
+        args = "generate", PROMPT, "--max-new-tokens", 4, "--stats", "--profile", "none", "--dtype", "float32"
+        code, _, err = cli(*args)
+        assert code == 0
+        assert err.rstrip().endswith("; weights held in bfloat16, exactly") == (layout == "native")
 
     def test_the_controller_can_be_changed(self, cli, profile_file):
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 16, "--json")
@@ -397,6 +407,13 @@ class TestBench:
         assert "of plain decoding" in out
         assert re.search(r"^skip +\d", out, re.MULTILINE)
         assert "hf" not in out
+
+    @needs_native
+    def test_weights_held_in_16_bits_are_said(self, cli, auto):
+        auto("native")
+        code, out, _ = cli(*self.ARGS, "--methods", "plain", "--temperature", "0")
+        assert code == 0
+        assert "for drafting (0 B more); held in bfloat16, exactly" in out
 
     def test_plain_alone(self, cli):
         code, out, _ = cli(*self.ARGS, "--methods", "plain", "--temperature", "0.5", "--json")

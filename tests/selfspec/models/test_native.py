@@ -26,6 +26,7 @@ from wants import reason
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout, native_library
+from selfspec.models.half_storage import HALVES, HalfProduct, halved
 from selfspec.models.kernels import kernel_times
 from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
 from selfspec.models.linears import Group
@@ -800,6 +801,11 @@ def test_older_processors_compute_the_same(monkeypatch, anew, processor):
             x = rows_of(kind, rows, into)
             check_near(kind, product, x, weight, bias)
             check_alone(product, x[:ROWS], [0, rows // 2])
+    for dtype in HALVES:
+        weight, bias, x = torch.randn(37, 83).to(dtype).float(), torch.randn(37), torch.randn(40, 83)
+        ours, theirs = HalfProduct(halved([weight], dtype), bias), NativeProduct(weight, bias)
+        assert torch.equal(ours.batch_invariant(x), theirs.batch_invariant(x))
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-5)
     model = laid("llama-head-dim")
     assert Runtime(model).compile(FULL).native is not None
     assert_near(logits(model), logits(single("llama-head-dim")))
