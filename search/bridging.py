@@ -53,8 +53,8 @@ def with_bridges(
     read = [TrainingText(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
     unseen = read[::HELD_OUT]
     trained = fit_bridges(runtime, score.path, [text for i, text in enumerate(read) if i % HELD_OUT], unseen)
-    _folder().mkdir(parents=True, exist_ok=True)
-    made = _folder() / f"{os.getpid()}{SUFFIX}"
+    parts_folder().mkdir(parents=True, exist_ok=True)
+    made = parts_folder() / f"{os.getpid()}{SUFFIX}"
     write_part(made, path_part("bridge", {"rank": None}, trained, runtime))
     path = replace(score.path, trained=sha256_of(made))
     made.replace(_file(path))
@@ -70,13 +70,14 @@ def attach_bridges(profile: Profile, path: DraftPath) -> Profile:
     file = _file(path)
     assert isinstance(profile.draft, LayerSkipSpec)
     draft = profile.draft.model_copy(update={"trained": NAME})
-    part = ModuleFile(file=file.name, sha256=path.trained)
-    return profile.model_copy(update={"draft": draft, "parts": {NAME: part}}).with_folder(file.parent)
+    parts = {**profile.parts, NAME: ModuleFile(file=file.name, sha256=path.trained)}
+    return profile.model_copy(update={"draft": draft, "parts": parts}).with_folder(file.parent)
 
 
-def _folder() -> Path:
-    return cache_folder() / "bridges"
+def parts_folder() -> Path:
+    """Return the folder in the cache that holds the parts of profiles that searches made."""
+    return cache_folder() / "parts"
 
 
 def _file(path: DraftPath) -> Path:
-    return _folder() / f"{NAME}-{(path.trained or '')[:12]}{SUFFIX}"
+    return parts_folder() / f"{NAME}-{(path.trained or '')[:12]}{SUFFIX}"

@@ -20,6 +20,7 @@ from .bridging import attach_bridges
 from .budget import Deadline
 from .continuations import FEWEST
 from .forecast import CHOOSING, FINALISTS
+from .int4_weights import INT4
 from .objective import Score, predict
 from .prepare import Search
 from .replay import Replay
@@ -82,7 +83,7 @@ def finish(
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
     use_best = keep_best or (best.speedup if measured is None else measured.speedup) > 1
-    profile = profile_from_score(base, best, confidence) if use_best else base
+    profile = profile_from_score(base, best, confidence) if use_best else base.model_copy(update={"parts": {}})
     predicted = None
     if use_best and replay is not None and base.costs is not None:
         search.watch.stage("predicting the speed of the profile", None)
@@ -109,7 +110,10 @@ def versions() -> dict[str, str]:
 
 
 def profile_from_score(base: Profile, score: Score, confidence: Confidence | None) -> Profile:
-    """Return `base` with the scored path, controller and candidates; all options of the controller are explicit."""
+    """Return `base` with the scored path, controller and candidates; all options of the controller are explicit.
+
+    Int4 weights among the parts of `base` are kept if the path has int4 sub-layers.
+    """
     draft = LayerSkipSpec.from_path(
         score.path,
         make_controller(score.controller).spec(),
@@ -118,7 +122,10 @@ def profile_from_score(base: Profile, score: Score, confidence: Confidence | Non
         proposers=score.proposers,
         spared=score.spared,
     )
-    return attach_bridges(base.model_copy(update={"draft": draft, "acceptance": score.acceptance}), score.path)
+    draft = draft.model_copy(update={"int4_weights": INT4 if INT4 in base.parts and len(score.path.int4) else None})
+    parts = {INT4: base.parts[INT4]} if draft.int4_weights else {}
+    profile = base.model_copy(update={"draft": draft, "parts": parts, "acceptance": score.acceptance})
+    return attach_bridges(profile, score.path)
 
 
 def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:

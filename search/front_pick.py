@@ -10,6 +10,7 @@ from selfspec.types.bits import extra_share
 from selfspec.types.identity import Identity
 
 from .finalists import profile_from_score
+from .int4_weights import with_int4_part
 from .ledger import Entry, Ledger, reads_study
 
 
@@ -90,6 +91,7 @@ def as_profile(ledger: Ledger, entry: Entry) -> Profile:
         costs=ledger.costs,
         note=f"picked from {ledger.description}; not measured",
     )
+    base = with_int4_part(base, ledger.int4)
     predicted = None
     if entry.draft_cost is not None:
         predicted = Prediction(

@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from selfspec.basics.checked_model import Data, Positive
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import ProposerSpec
+from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.profile.schema import Calibration
 from selfspec.types.acceptance import AcceptanceCurve
 from selfspec.types.confidence import Confidence
@@ -167,6 +168,16 @@ class Ledger:
         gains: Gains | None = self._records.get("gains")
         return gains
 
+    @property
+    def int4(self) -> ModuleFile | None:
+        """The file of the int4 weights that paths were scored with; None until `keep_int4`."""
+        int4: ModuleFile | None = self._records.get("int4")
+        return int4
+
+    def keep_int4(self, file: ModuleFile) -> None:
+        """Store the file of the int4 weights, unless another worker has stored one."""
+        self._store_once("int4", file.model_dump(mode="json"))
+
     def keep_gains(self, gains: Gains) -> None:
         """Store the speedup of each single change, unless another worker has stored these speedups."""
         self._store_once("gains", [list(row) for row in gains])
@@ -291,6 +302,7 @@ _RECORDS: dict[str, Callable[[Any], Any]] = {
     "choices": Choices.model_validate,
     "confidence": Confidence.model_validate,
     "gains": _gains,
+    "int4": ModuleFile.model_validate,
 }
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind
 from selfspec.basics.option import Option
 from selfspec.llm.options import TopK, TopP, set_greedy
 from selfspec.types.draft_path import MODES, Mode
+from selfspec.types.int4_methods import METHODS
 
 from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
@@ -54,6 +56,7 @@ _NOT_COMPARED = {  # options that do not change the score of a trial
     "watch",
     "plain_llm",
     "budget",
+    "int4",  # stored if it is not the default, which older studies lack
     "store",  # its path is part of the setting "drafters"
 }
 _NAMED = {"warm": "warm starts", "logits_processor": "logits processors"}  # names in the ledger other than the field's
@@ -76,6 +79,9 @@ class SearchOptions:
     layers, or text such as `0,15`. `modes`: how sub-layers may run while drafting. Modes that are no faster than full
     precision on this machine, or that the model does not support, are left out. So are paths whose quantised weights
     take more than `extra_memory` times the bytes of the model.
+
+    `int4`: how the weights of int4 sub-layers are quantised (replay only), from the texts that paths are scored on;
+    "auto": by GPTQ from 10,000 tokens on, else by the weighted grid. The weights are a part of the profile, in a file.
 
     `kv`: the KV cache that drafts read for committed tokens. "shared": the target's cache, as selfspec's drafts do.
     "own": a separate cache, prompt included, as in an engine that runs the remaining layers as a draft model; each
@@ -166,6 +172,15 @@ class SearchOptions:
         Path | None,
         Option(metavar="FILE", help="Retrieval store, made by index, as a source of lookup tokens.", panel=_DRAFTS),
     ] = None
+    int4: Annotated[
+        str,
+        Option(
+            metavar="METHOD",
+            help="Quantiser of int4 weights: nearest, weighted, gptq, auto (by the amount of text), or a file that "
+            "selfspec quantize made.",
+            panel=_SETS,
+        ),
+    ] = "auto"
     granularity: Annotated[
         str, Option(help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", panel=_SETS)
     ] = "sublayer"
@@ -267,6 +282,10 @@ class SearchOptions:
             Store(self.store)
 
     def _check_together(self) -> None:
+        if self.int4 not in ("auto", *METHODS) and kind(Path(self.int4)) != "file":
+            raise SelfspecError(
+                f"int4 '{self.int4}': expected auto, {', '.join(METHODS)}, or a file that selfspec quantize made"
+            )
         if self.kv == "own" and self.allowed_modes != BYPASSING:
             raise SelfspecError(
                 "kv 'own': expected modes full,skip, because draft models of other engines support no other modes"
@@ -336,14 +355,19 @@ class SearchOptions:
             for field in fields(self)
             if field.name not in _NOT_COMPARED
         }
-        return settings | {
-            "logits processors": len(self.logits_processor),
-            "rule": self.decoding.verified_by,
-            "keep": list(self.kept_layers),
-            "modes": list(self.allowed_modes),
-            "drafters": [
-                proposer.kind if proposer.path is None else f"{proposer.kind} {proposer.path}"
-                for proposer in self.proposers
-            ],
-            "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
-        }
+        int4 = {} if self.int4 == "auto" else {"int4": self.int4}
+        return (
+            settings
+            | int4
+            | {
+                "logits processors": len(self.logits_processor),
+                "rule": self.decoding.verified_by,
+                "keep": list(self.kept_layers),
+                "modes": list(self.allowed_modes),
+                "drafters": [
+                    proposer.kind if proposer.path is None else f"{proposer.kind} {proposer.path}"
+                    for proposer in self.proposers
+                ],
+                "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
+            }
+        )

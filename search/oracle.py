@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from selfspec.controllers import FixedK, make_controller
 from selfspec.drafters import make_proposer_chain
+from selfspec.drafters.registry import draft_path
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import Prompt
@@ -90,7 +91,7 @@ def oracle(
         seed=seed,
         base_runtime=llm.runtime,
     ) as replay:
-        traces = replay.trace(profile.path, [FixedK(depth)])
+        traces = replay.trace(draft_path(llm.runtime, described, profile), [FixedK(depth)])
         traces = with_lookup_tokens(
             replay, traces, make_proposer_chain(profile.local_proposers(described), costs.wider, replay.vocabulary)
         )

@@ -10,6 +10,7 @@ from selfspec.controllers import Controller
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds, measure_costs
 from selfspec.profile.draft_spec import ProposerSpec
+from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.profile.schema import Calibration
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
@@ -22,6 +23,7 @@ from .confidence_fit import fit_confidence
 from .continuations import DecodingSettings, continue_prompts
 from .controller_grid import LONGEST_DRAFT, deepest
 from .forecast import CONFIDENCE_SHARE, CONFIDENT, STREAM_POSITIONS, Pace, SearchTask
+from .int4_weights import int4_for_search, using_int4
 from .ledger import Ledger, ScoredTexts
 from .objective import RANKING_SHARE, Objective, ReplayObjective, WallClockObjective
 from .replay import CANDIDATES, Replay
@@ -42,7 +44,8 @@ class Search:
     measured speed of the model. `planned`: the work of the search, with as many prompts and new tokens as fit the time
     (None: all prompts and tokens). `described(n)` returns the profile's record of the first n prompts. `own_keys`:
     whether drafts have a separate KV cache. `plain_llm`: the same model in the weight layout for plain decoding (None:
-    `llm` itself is fastest).
+    `llm` itself is fastest). `int4_method`: the quantiser of int4 weights, as in `SearchOptions`. `int4`: the file of
+    int4 weights that draft paths use, once it is made.
     """
 
     llm: LLM
@@ -59,6 +62,8 @@ class Search:
     own_keys: bool = False
     proposers: tuple[ProposerSpec, ...] = ()
     plain_llm: LLM | None = None
+    int4_method: str = "auto"
+    int4: ModuleFile | None = None
 
     def plan(self, max_new_tokens: int | None = None) -> ScoredTexts:
         """Return the amount of text that fits the time; `max_new_tokens`: the length of the decoded texts, if known."""
@@ -84,6 +89,7 @@ def prepare_replay(
     texts = _continued(search)
     costs = _costs(search, texts, context)
     search = replace(search, space=_narrowed(search, costs))
+    search = _with_int4(search, texts, resources)
     space = search.space
     deadline = search.budget.deadline("ranking")
     watch.stage("prefilling the texts", None)
@@ -135,6 +141,24 @@ def _narrowed(search: Search, costs: CostModel) -> Space:
         )
         choices = ledger.keep_choices(cheaper_choices(all_choices, costs))
     return choices.narrow(space)
+
+
+def _with_int4(search: Search, texts: Sequence[TargetText], resources: ExitStack) -> Search:
+    """Return the search with a file of int4 weights, which all its paths use until `resources` are closed."""
+    ledger = search.ledger
+    if "int4" not in search.space.modes or (ledger.int4 is None and ledger.confidence is not None):
+        return search  # in the second case the study's paths were scored with weights rounded to nearest
+    part = int4_for_search(
+        search.llm,
+        [text.tokens for text in texts],
+        search.int4_method,
+        deadline=search.budget.deadline("ranking"),
+        watch=search.watch,
+    )
+    if part is not None:
+        ledger.keep_int4(part)
+        resources.enter_context(using_int4(search.llm, part))
+    return replace(search, int4=part)
 
 
 def _confidence(search: Search, replay: Replay) -> None:

@@ -6,6 +6,7 @@ from selfspec.profile.schema import Profile, SearchRecord
 from selfspec.types.costs import CostModel
 
 from .finalists import versions
+from .int4_weights import with_int4_part
 from .options import SearchOptions
 from .prepare import Search
 
@@ -25,7 +26,8 @@ def initial_profile(
         interrupted=interrupted,
     )
     calibration = None if texts is None else texts.calibration
-    return Profile(model=search.llm.identity, calibration=calibration, search=searched, costs=costs)
+    profile = Profile(model=search.llm.identity, calibration=calibration, search=searched, costs=costs)
+    return with_int4_part(profile, search.int4)
 
 
 def profile_without_trials(search: Search, options: SearchOptions) -> Profile:

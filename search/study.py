@@ -30,6 +30,7 @@ from .climbing import cheaper_changes
 from .draft_vocabulary import with_smaller_head
 from .finalists import HeldOut, Refinement, finish
 from .forecast import Pace, SearchTask, fit_to_budget, forecast_summary
+from .int4_weights import check_int4
 from .ledger import Ledger
 from .objective import Objective, Score
 from .options import SearchOptions
@@ -112,6 +113,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
     budget.loaded = budget.spent
     space = _space(llm, options)
     options.decoding.check()
+    check_int4(llm, options.int4)
     if options.context is not None and (most := fit_context(llm.runtime, options.context)[0]) < options.context:
         raise SelfspecError(
             f"context {options.context}: expected at most {most}, because the model's context of "
@@ -154,6 +156,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
         own_keys=options.kv == "own",
         proposers=options.proposers,
         plain_llm=plain_llm,
+        int4_method=options.int4,
     )
     return search, _OtherPrompts(HeldOut(measured, chosen.held_out), others, chosen.rest[PROMPTS:], chosen.chat)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from selfspec.basics.files import check_file, write_bytes
 from selfspec.types.identity import Identity
 
 _FORMAT = "selfspec part 1"
+_COMMANDS = {"int4": "make one with: selfspec quantize"}  # by kind; others are trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +32,14 @@ class PartFile:
 
     def check(self, kind: str, model: Identity) -> None:
         """Raise `SelfspecError` if the module is of another kind, or was trained for another model or other weights."""
+        remedy = _COMMANDS.get(kind, "train one with: selfspec train")
         if self.kind != kind:
             raise SelfspecError(f"the part is of kind '{self.kind}'; expected '{kind}'")
         if difference := self.model.mismatch(model):
-            raise SelfspecError(f"the part is of another model: {difference}; train one with: selfspec train")
+            raise SelfspecError(f"the part is of another model: {difference}; {remedy}")
         mine, theirs = self.model.fingerprint, model.fingerprint
         if mine is not None and theirs is not None and mine != theirs:
-            raise SelfspecError(
-                f"the part is of other weights (fingerprint {mine}, the model's is {theirs}); "
-                "train one with: selfspec train"
-            )
+            raise SelfspecError(f"the part is of other weights (fingerprint {mine}, the model's is {theirs}); {remedy}")
 
 
 def write_part(path: Path, part: PartFile) -> None:
@@ -55,18 +55,27 @@ def write_part(path: Path, part: PartFile) -> None:
 
 def read_part(path: Path) -> PartFile:
     """Read a part file. Raises `SelfspecError` if the file does not exist or is no part file."""
+    with opened_part(path) as (part, file):
+        return replace(part, tensors={name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
+
+
+@contextmanager
+def opened_part(path: Path) -> Iterator[tuple[PartFile, Any]]:
+    """Open a part file, to read some of its tensors: yields the part without tensors, and the safetensors file.
+
+    Raises `SelfspecError` as `read_part`, also for any error in the context.
+    """
     check_file(path)
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             if header.get("format") != _FORMAT:
                 raise SelfspecError(f"{path}: no trained part; expected a file that selfspec train wrote")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             model = Identity.model_validate_json(header["model"])
             settings = json.loads(header["settings"])
             if not isinstance(settings, dict):
                 raise ValueError("its settings are no object")
-            return PartFile(header["kind"], settings, tensors, model)
+            yield PartFile(header["kind"], settings, {}, model), file
     except SelfspecError:
         raise
     except Exception as error:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
 from selfspec.draft_modules.heads import Head
+from selfspec.draft_modules.int4_files import open_int4
 from selfspec.draft_modules.module_files import read_part
 from selfspec.draft_modules.path_files import trained_of
 from selfspec.draft_modules.registry import make_head
@@ -155,16 +156,25 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
 
 
 def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> DraftPath:
-    """Return a profile's draft path, after its trained modules, if any, were loaded and registered with the runtime.
+    """Return a profile's draft path, after its trained modules and int4 weights, if any, were registered.
 
-    Raises `SelfspecError` if the trained modules cannot be read or do not fit the model.
+    Raises `SelfspecError` if these cannot be read or do not fit the model.
     """
-    if spec.trained is None:
-        return spec.path
-    check_unsharded(runtime.model, "a trained path")
-    name = profile.parts[spec.trained].sha256 if spec.trained in profile.parts else spec.trained
-    runtime.register_trained(name, trained_of(runtime, read_part(profile.part_path(spec.trained))))
-    return replace(spec.path, trained=name)
+    path = spec.path
+
+    def key(name: str) -> str:
+        return profile.parts[name].sha256 if name in profile.parts else name
+
+    if spec.int4_weights is not None and runtime.supports_trained:
+        check_unsharded(runtime.model, "a file of int4 weights")
+        runtime.register_int4(key(spec.int4_weights), open_int4(runtime, profile.part_path(spec.int4_weights)))
+        path = replace(path, int4_weights=key(spec.int4_weights))
+    if spec.trained is not None:
+        check_unsharded(runtime.model, "a trained path")
+        part = read_part(profile.part_path(spec.trained))
+        runtime.register_trained(key(spec.trained), trained_of(runtime, part))
+        path = replace(path, trained=key(spec.trained))
+    return path
 
 
 def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> HeadDrafter:

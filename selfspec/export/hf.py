@@ -72,7 +72,8 @@ def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
     Raises `SelfspecError` for a profile that needs other files, which generate.py cannot hold.
     """
     below = getattr(job.profile.draft, "below", None)
-    if job.profile.draft.may_name_files or len(job.profile.parts) > (below is not None):
+    int4 = getattr(job.profile.draft, "int4_weights", None)
+    if job.profile.draft.may_name_files or len(job.profile.parts) > (below is not None) + (int4 is not None):
         raise SelfspecError("the profile needs files beside it, which generate.py cannot hold; expected one without")
     spec = job.profile.draft
     lost = [
@@ -82,6 +83,8 @@ def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
     ]
     if below is not None:
         lost.append("the trained head below the path")
+    if int4 is not None:
+        lost.append("the int4 weights of its file: weights are rounded to nearest")
 
     def write(folder: Path, _tokens: int) -> ExportResult:
         return ExportResult((_custom(job, folder),), () if note is None else (note,))
@@ -90,11 +93,11 @@ def _itself(job: ExportJob, *, note: str | None = None) -> ExportPlan:
 
 
 def _own(profile: Profile) -> Profile:
-    """Return the profile as generate.py can hold it: without draft heads, retrieval stores and earlier answers."""
+    """Return the profile as generate.py can hold it: without draft heads, files of weights, stores and answers."""
     spec = profile.draft
     known = type(spec).model_fields
     proposers = [proposer for proposer in getattr(spec, "proposers", None) or () if proposer.kind == "lookup"]
-    update: dict[str, object] = {"below": None, "proposers": proposers or None}
+    update: dict[str, object] = {"below": None, "int4_weights": None, "proposers": proposers or None}
     if isinstance(spec, LookupSpec):
         update["proposers"] = proposers or [ProposerSpec()]
     changed = spec.model_copy(update={name: value for name, value in update.items() if name in known})

@@ -150,7 +150,7 @@ class LLM:
         confidence = base.layer_skip.confidence
         # `model_copy` does not validate `candidates`: making the drafter does
         draft = LayerSkipSpec.from_path(path, controller, confidence=confidence).model_copy(
-            update={"candidates": candidates}
+            update={"candidates": candidates, "int4_weights": base.layer_skip.int4_weights}
         )
         return make_layer_skip(self.runtime, draft, base.model_copy(update={"draft": draft}))
 

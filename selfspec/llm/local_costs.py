@@ -23,6 +23,7 @@ from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.drafters.registry import draft_path
 from selfspec.llm.round_timer import timed_rounds
 from selfspec.models.families import is_lean, parts_of
 from selfspec.profile.schema import Profile
@@ -55,7 +56,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
     file = _file(runtime, path)
     known = _validated(read_cached(file))
     if known is None:
-        known = measure_costs(runtime, path)
+        known = measure_costs(runtime, draft_path(runtime, profile.layer_skip, profile))
         if not known:
             return payoff if profile.costs else None
         write_cached(file, known)

@@ -37,6 +37,11 @@ class QuantizedWeight:
     scale: Tensor
     zero: Tensor | None = None
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of the weight as kernels store it, including scales and zero points."""
+        return self.values.numel() * self.bits // 8 + self.scale.numel() * (2 if self.zero is None else 4)
+
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight `[out, in]`, computed a few outputs at a time to save memory."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -119,20 +124,24 @@ def fake(weight: QuantizedWeight, dtype: torch.dtype) -> Call:
 class FusedQuantizedLinear:
     """The quantised weights `[out, in]` of linears that read the same input, concatenated by outputs.
 
-    The weights are quantised when `product` is first read.
+    The weights are quantised when `product` is first read, unless they are `quantized` already.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, bits: Bits, kernel: Kernel) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, bits: Bits, kernel: Kernel, quantized: QuantizedWeight | None = None
+    ) -> None:
         self.out, self.dtype, self.device = len(weight), weight.dtype, weight.device
-        self.bytes = bytes_of(bits, *weight.shape)
-        self._made_of: tuple[Tensor, Tensor | None, Bits, Kernel] | None = (weight, bias, bits, kernel)
+        self.bytes = bytes_of(bits, *weight.shape) if quantized is None else quantized.bytes
+        self._made_of: tuple[Tensor | QuantizedWeight, Tensor | None, Bits, Kernel] | None
+        self._made_of = (weight if quantized is None else quantized, bias, bits, kernel)
 
     @cached_property
     def product(self) -> Call:
         """The product of rows `[N, in]` with the quantised weights."""
         assert self._made_of is not None
         (weight, bias, bits, kernel), self._made_of = self._made_of, None
-        multiply = kernel(quantize(weight, bits), weight.dtype)
+        quantized = weight if isinstance(weight, QuantizedWeight) else quantize(weight, bits)
+        multiply = kernel(quantized, self.dtype)
         if bias is not None and isinstance(multiply, InPlace):
             return multiply.with_bias(bias)
         return multiply if bias is None else lambda x: multiply(x).to(bias.dtype) + bias
@@ -170,10 +179,17 @@ class LowPrecisionLinear(PartLinear):
 
 
 @torch.no_grad()
-def quantize_group(group: Group, bits: Bits, kernel: Kernel, change: Tensor | None = None) -> tuple[Group, int]:
+def quantize_group(
+    group: Group,
+    bits: Bits,
+    kernel: Kernel,
+    change: Tensor | None = None,
+    quantized: QuantizedWeight | None = None,
+) -> tuple[Group, int]:
     """Return a group of quantised copies of a group's linears, and their bytes; the group itself is not changed.
 
-    `change` `[out, in]`, over the concatenated outputs, is added to the weights before they are quantised.
+    `change` `[out, in]`, over the concatenated outputs, is added to the weights before they are quantised. `quantized`:
+    the concatenated weights, quantised before; without it they are rounded to nearest.
     """
 
     def fused_linear(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
@@ -186,10 +202,11 @@ def quantize_group(group: Group, bits: Bits, kernel: Kernel, change: Tensor | No
         bias = torch.cat(
             [w.new_zeros(len(w)) if m.bias is None else m.bias for w, m in zip(weights, modules, strict=True)]
         )
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    together, start = fused_linear(weight if change is None else weight + change.to(weight), bias), 0
-    quantized: dict[str, LowPrecisionLinear] = {}
+    weight, start = weights[0] if len(weights) == 1 else torch.cat(weights), 0
+    weight = weight if change is None else weight + change.to(weight)
+    together = FusedQuantizedLinear(weight, bias, bits, kernel, quantized)
+    linears: dict[str, LowPrecisionLinear] = {}
     for name, module in zip(group.names, modules, strict=True):
-        quantized[name] = LowPrecisionLinear(together, start, module, fused_linear)
+        linears[name] = LowPrecisionLinear(together, start, module, fused_linear)
         start += module.out_features
-    return replace(group, parent=SimpleNamespace(**quantized)), together.bytes
+    return replace(group, parent=SimpleNamespace(**linears)), together.bytes

@@ -1,4 +1,4 @@
-"""Trained parts of a draft path: bridges over skipped layers, and low-rank updates of quantised weights.
+"""Parts of a draft path beside the model: bridges, low-rank updates of quantised weights, int4 weights made before.
 
 The model itself is not changed.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from selfspec.models.families.base import Workspace
 from selfspec.models.linears import Call
+from selfspec.models.low_precision import QuantizedWeight
 
 Run = tuple[int, int]
 """A run `(first, end)` of layers that a draft path skips entirely, from `first` up to, not including, `end`."""
@@ -46,6 +48,19 @@ class Trained:
 
     bridges: Mapping[Run, Bridge] = field(default_factory=dict)
     updates: Mapping[tuple[int, int], Update] = field(default_factory=dict)
+
+
+class Int4Weights(Protocol):
+    """The int4 weights of some groups of linears, over their concatenated outputs, quantised before.
+
+    A group is named by its layer and its index in `Layer.groups`.
+    """
+
+    def get(self, layer: int, group: int) -> QuantizedWeight | None:
+        """Return a group's weight `[out, in]`; None if the group is not among them."""
+
+    def bytes(self, layer: int, group: int) -> int | None:
+        """Return the bytes of a group's weight; None if the group is not among them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

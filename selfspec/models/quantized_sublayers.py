@@ -16,13 +16,14 @@ from selfspec.models.low_precision import (
     Bits,
     FusedQuantizedLinear,
     Kernel,
+    QuantizedWeight,
     bytes_of,
     groups_of,
     is_quantizable,
     quantize_group,
 )
 from selfspec.models.norms import Norms
-from selfspec.models.path_modules import Bridge, BridgeModule, Trained, Update
+from selfspec.models.path_modules import Bridge, BridgeModule, Int4Weights, Trained, Update
 from selfspec.models.shards import summed
 
 
@@ -39,12 +40,19 @@ class QuantizedSublayers:
     kernel: Kernel | None = None
     chosen: dict[tuple[int, int, Bits], Kernel] = field(default_factory=dict, repr=False)  # by inputs, outputs, bits
 
-    def bytes(self, index: int, part: SubLayer, bits: Bits) -> int | None:
-        """Return the bytes of a layer's quantised attention or MLP; None if it cannot be quantised to `bits`."""
+    def bytes(self, index: int, part: SubLayer, bits: Bits, int4: Int4Weights | None = None) -> int | None:
+        """Return the bytes of a layer's quantised attention or MLP; None if it cannot be quantised to `bits`.
+
+        `int4`: as in `sublayer`.
+        """
         layer = self.parts.layers[index]
         if part == "mlp" and layer.experts is not None:
             return _bytes_of_experts(layer.experts, bits)
-        return _bytes(layer.groups_of(part), bits)
+        own = layer.groups_of(part)
+        if (nbytes := _bytes(own, bits)) is None or bits != 4 or int4 is None:
+            return nbytes
+        sizes = [(group, int4.bytes(index, layer.groups.index(group))) for group in own]
+        return sum((_bytes((group,), bits) or 0) if size is None else size for group, size in sizes)
 
     def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
         """Return the outputs and inputs of group `number` of layer `index`; None if there is no such group."""
@@ -59,11 +67,17 @@ class QuantizedSublayers:
         return _bytes((self.parts.head,), bits)
 
     def sublayer(
-        self, index: int, part: SubLayer, bits: Bits, trained: Trained | None = None
+        self,
+        index: int,
+        part: SubLayer,
+        bits: Bits,
+        trained: Trained | None = None,
+        int4: Int4Weights | None = None,
     ) -> tuple[Attention | Mlp, int] | None:
         """Return a layer's quantised attention or MLP, and its bytes; None if it cannot be quantised to `bits`.
 
-        The updates in `trained` for this layer are added to the weights before they are quantised.
+        The updates in `trained` for this layer are added to the weights before they are quantised. `int4`: weights to
+        use for `bits` 4; groups that have none, or whose weights are updated, are rounded to nearest.
         """
         layer = self.parts.layers[index]
         if part == "mlp" and layer.experts is not None:
@@ -72,8 +86,13 @@ class QuantizedSublayers:
         if _bytes(own, bits) is None:
             return None
         first = layer.groups.index(own[0])
-        updates = {} if trained is None else trained.updates
-        made, nbytes = self._made(own, bits, [updates.get((index, first + number)) for number in range(len(own))])
+        numbers = range(first, first + len(own))
+        updates = [None if trained is None else trained.updates.get((index, number)) for number in numbers]
+        quantized = [
+            int4.get(index, number) if int4 is not None and bits == 4 and update is None else None
+            for number, update in zip(numbers, updates, strict=True)
+        ]
+        made, nbytes = self._made(own, bits, updates, quantized)
         for group in made:
             _ = group.modules[0].fused.product  # quantise now, and not in the first pass
         made = [summed(group) for group in made]
@@ -133,11 +152,16 @@ class QuantizedSublayers:
         return kernel
 
     def _made(
-        self, groups: Sequence[Group], bits: Bits, updates: Sequence[Update | None] = ()
+        self,
+        groups: Sequence[Group],
+        bits: Bits,
+        updates: Sequence[Update | None] = (),
+        quantized: Sequence[QuantizedWeight | None] = (),
     ) -> tuple[list[Group], int]:
         kernel = self._kernel(groups[0].modules[0].weight, bits)
         changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
-        made = [quantize_group(group, bits, kernel, change) for group, change in zip(groups, changes, strict=True)]
+        each = zip(groups, changes, quantized or [None] * len(groups), strict=True)
+        made = [quantize_group(group, bits, kernel, change, weight) for group, change, weight in each]
         return [group for group, _ in made], sum(nbytes for _, nbytes in made)
 
 

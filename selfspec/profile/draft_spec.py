@@ -209,6 +209,11 @@ class LayerSkipSpec(DraftSpec):
         None,
         description="Bridges or adapters of the draft path, by name among the profile's parts; none by default.",
     )
+    int4_weights: PartName | None = Field(
+        None,
+        description="Weights of the sub-layers in int4, by name among the profile's parts; by default the model's "
+        "weights are rounded to nearest.",
+    )
 
     @classmethod
     def from_path(
@@ -261,6 +266,7 @@ class LayerSkipSpec(DraftSpec):
         additions = f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
         additions += f"; lookup tokens of the trained head {self.below.part}" if self.below else ""
         additions += f"; with the trained part {self.trained}" if self.trained else ""
+        additions += f"; int4 weights of the part {self.int4_weights}" if self.int4_weights else ""
         return f"{self.path.summary}{additions}" if self.drafts else "drafts nothing"
 
     def check(self, model: Identity) -> None:

@@ -30,7 +30,7 @@ from selfspec.profile.draft_spec import (
     parse_draft,
     proposers_of,
 )
-from selfspec.profile.module_files_spec import ModuleFile, check_parts
+from selfspec.profile.module_files_spec import ModuleFile, bring_parts, check_parts
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff
 from selfspec.types.bits import BitsRead, bits_read
 from selfspec.types.controller import ControllerSpec
@@ -314,3 +314,17 @@ class Profile(Data):
     def slower(self) -> bool:
         """Whether plain decoding was at least as fast in any of the profile's measurements."""
         return any(m.speedup <= 1 for m in self.measured)
+
+
+def bring_int4(profile: Profile, folder: Path) -> dict[str, ModuleFile]:
+    """Copy the file of int4 weights that a profile's draft names to `folder`, if it lacks it; return that part by name.
+
+    Returns no part if the draft names none. Raises `SelfspecError` if the file cannot be copied.
+    """
+    name = profile.layer_skip.int4_weights
+    if name is None:
+        return {}
+    source = profile.part_path(name)
+    brought = {name: profile.parts[name]}
+    bring_parts(brought, source.parent, folder)
+    return brought

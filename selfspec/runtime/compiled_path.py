@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +16,7 @@ from selfspec.models.families.base import Attention, Mlp, SubLayer
 from selfspec.models.linears import Call
 from selfspec.models.low_precision import Bits
 from selfspec.models.native import batch_invariant
-from selfspec.models.path_modules import Run, Trained
+from selfspec.models.path_modules import Int4Weights, Run, Trained
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.native_bindings import NativePass, native_pass
 from selfspec.types.draft_path import DraftPath, Mode
@@ -63,10 +64,13 @@ class Paths:
         self._skeleton, self._scaling = skeleton, scaling
         self._paths: WeakValueDictionary[DraftPath, CompiledPath] = WeakValueDictionary()
         self._trained: dict[str, Trained] = {}
+        self._int4: dict[str, Int4Weights] = {}
+        self._default_int4: str | None = None  # the int4 weights of paths that name none
         self._made: WeakValueDictionary[Hashable, _PathModule] = WeakValueDictionary()
 
     def get(self, path: DraftPath) -> CompiledPath:
         """Return the compiled form of a draft path. Raises `SelfspecError` as `Runtime.compile` does."""
+        path = self._with_int4(path)
         compiled = self._paths.get(path)
         if compiled is None:
             compiled = self._paths[path] = self._compiled(path)
@@ -80,21 +84,49 @@ class Paths:
         """Unregister the trained weights of a name; compiled paths keep the weights they use."""
         self._trained.pop(name, None)
 
+    def register_int4(self, name: str, weights: Int4Weights) -> None:
+        """Register int4 weights under the name that draft paths use, in place of weights registered before."""
+        self._int4[name] = weights
+
+    @contextmanager
+    def using_int4(self, name: str) -> Iterator[None]:
+        """Let paths that name no int4 weights use those registered under `name`, while the context lasts."""
+        before, self._default_int4 = self._default_int4, name
+        try:
+            yield
+        finally:
+            self._default_int4 = before
+
+    def _with_int4(self, path: DraftPath) -> DraftPath:
+        """Return the path with the name of the int4 weights that it uses; None if it has no int4 sub-layer."""
+        name = (path.int4_weights or self._default_int4) if len(path.int4) else None
+        return path if name == path.int4_weights else replace(path, int4_weights=name)
+
+    def _int4_of(self, path: DraftPath) -> Int4Weights | None:
+        name = self._with_int4(path).int4_weights
+        if name is not None and name not in self._int4:
+            raise SelfspecError(f"draft path: its int4 weights {name} are not loaded")
+        return None if name is None else self._int4[name]
+
     def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
         """Return the bytes that a sub-layer or the head needs in addition in `mode`, or None if it cannot be quantised.
 
         `part`: "attention" or "mlp" of layer `index`, or "head". Modes without quantised weights need 0 bytes.
         """
+        return self._part_bytes(part, index, mode, self._int4.get(self._default_int4 or ""))
+
+    def _part_bytes(self, part: str, index: int, mode: Mode, int4: Int4Weights | None) -> int | None:
         if mode not in BITS:
             return 0
         quantizer = self._skeleton.quantizer
         if part == "head":
             return quantizer.head_bytes(BITS[mode])
-        return quantizer.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode])
+        return quantizer.bytes(index, "attention" if part == "attention" else "mlp", BITS[mode], int4)
 
     def bytes(self, path: DraftPath) -> int:
         """Return the bytes that a compiled path needs in addition to the model, without compiling it."""
-        total = sum(self.part_bytes(*part) or 0 for part in self._parts(path))
+        int4 = self._int4_of(path)
+        total = sum(self._part_bytes(*part, int4) or 0 for part in self._parts(path))
         sizes, vocabulary_size = self._skeleton.sizes, self._skeleton.identity.vocabulary or 1
         head = self.part_bytes("head", 0, path.head) if path.head in BITS else None
         if path.vocabulary is None:
@@ -108,12 +140,12 @@ class Paths:
     def _compiled(self, path: DraftPath) -> CompiledPath:
         blocks, layers = self._skeleton.blocks, len(self._skeleton.blocks)
         modes = path.modes(layers)
-        trained = self._trained_of(path)
+        trained, int4 = self._trained_of(path), self._int4_of(path)
         resources: list[_PathModule] = []
         unquantized: list[str] = []
         low = [(part, i, mode) for part, i, mode in self._parts(path) if mode in BITS]
         fresh = sum(
-            self.part_bytes(*sublayer) or 0
+            self._part_bytes(*sublayer, int4) or 0
             for sublayer in low
             if (sublayer[1], sublayer[0], BITS[sublayer[2]]) not in self._made
         )
@@ -123,7 +155,7 @@ class Paths:
         def quantized(i: int, part: SubLayer, mode: Mode) -> Any:
             if mode not in BITS:
                 return None
-            made = self._sublayer(i, part, BITS[mode], path.trained, trained)
+            made = self._sublayer(i, part, BITS[mode], path, trained, int4)
             if made is None:
                 unquantized.append(f"{part} {i}")
                 return None
@@ -171,12 +203,20 @@ class Paths:
         return None if path.trained is None else self._trained[path.trained]
 
     def _sublayer(
-        self, index: int, part: SubLayer, bits: Bits, name: str | None, trained: Trained | None
+        self,
+        index: int,
+        part: SubLayer,
+        bits: Bits,
+        path: DraftPath,
+        trained: Trained | None,
+        int4: Int4Weights | None,
     ) -> _PathModule | None:
         key: tuple[Hashable, ...] = (index, part, bits)
         if trained is not None and any(layer == index for layer, _ in trained.updates):
-            key = (*key, name)
-        return self._cached(key, lambda: self._skeleton.quantizer.sublayer(index, part, bits, trained))
+            key = (*key, path.trained)
+        if int4 is not None and bits == 4:
+            key = (*key, "int4", path.int4_weights)
+        return self._cached(key, lambda: self._skeleton.quantizer.sublayer(index, part, bits, trained, int4))
 
     def _bridge_module(self, run: Run, name: str | None, trained: Trained | None) -> _PathModule | None:
         """Return the trained bridge over `run`, a run of skipped layers; None if no bridge was trained for the run."""

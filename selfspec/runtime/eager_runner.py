@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.models.families.base import Attention, AttentionSpec
+from selfspec.models.families.base import Attention, AttentionSpec, Block
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.attention_inputs import AttentionInputs, PassInputs, build_attention_inputs, to_device
 from selfspec.runtime.cache import Cache
@@ -96,6 +96,18 @@ class EagerRunner:
             inputs = to_device(self._attention_inputs(pass_inputs)[block.attention.attention_spec], block.device)
             self._attention(block.attention, index, scratch, inputs)
         return (scratch.stream - x).view(pass_inputs.batch, pass_inputs.n, -1)
+
+    def run_layer(self, index: int, block: Block, x: Tensor, pass_inputs: PassInputs) -> Tensor:
+        """Return the output `[B, n, D]` of layer `index`, run as `block`, for hidden states `x`."""
+        scratch = self._scratches.get(pass_inputs.batch, pass_inputs.n, block.device)
+        scratch.stream.copy_(x.to(block.device).flatten(0, 1))
+        attention, mlp = block.running(attention=True, mlp=True)
+        assert attention is not None
+        assert mlp is not None
+        inputs = to_device(self._attention_inputs(pass_inputs)[attention.attention_spec], block.device)
+        self._attention(attention, index, scratch, inputs)
+        mlp.run(scratch)
+        return scratch.copy_stream()
 
     def _attention_inputs(self, pass_inputs: PassInputs) -> list[AttentionInputs]:
         """Return the attention inputs of a pass for each attention spec of the model."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.models.families.base import Block
 from selfspec.models.low_precision import Kernel
 from selfspec.models.skeleton import read_skeleton
 from selfspec.runtime.attention_inputs import PassInputs
@@ -82,6 +83,7 @@ class Runtime:
             self._paths.unregister_trained,
             self._paths.part_bytes,
         )
+        self.register_int4, self.using_int4 = self._paths.register_int4, self._paths.using_int4
         self._full = self.compile(FULL)
         self.native = self._full.native is not None and self._min_window is None  # full passes of any length
         self._keys_transposed = self._direct or self._full.native is not None
@@ -297,6 +299,16 @@ class Runtime:
         if self._min_window is not None and part == "attention":
             self._hides(positions, slots, n, rows)
         return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
+
+    @torch.inference_mode()
+    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
+        """Return the output of layer `index`, run as `block`, for the hidden states `x` `[1, n, D]` of a whole text.
+
+        The text's keys and values overwrite those in row 0 of the cache. Call within a session.
+        """
+        if self._min_window is not None:
+            self._hides(0, 0, x.shape[1], ALL_ROWS)
+        return self._eager_runner.run_layer(index, block, x, PassInputs(1, x.shape[1], 0, 0, None, ALL_ROWS))
 
     def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
         """Record the positions of a pass's tokens; return whether a sliding window may hide any slot from a token."""

@@ -17,7 +17,7 @@ from selfspec.models.path_modules import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
-from selfspec.profile.schema import Profile
+from selfspec.profile.schema import Profile, bring_int4
 from selfspec.runtime.forward import Runtime
 from selfspec.training.bridges import agreement, fit_bridges
 from selfspec.training.making import TrainingCallbacks
@@ -57,18 +57,21 @@ class ProfilePath:
 
     def checkpoint_settings(self) -> dict[str, Any]:
         """Return the settings of the path that a checkpoint of its training depends on."""
-        return {"path": self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})}
+        path = self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})
+        int4 = self.path.int4_weights
+        return {"path": path} if int4 is None else {"path": path, "int4 weights": int4}
 
     def with_part(self, file: Path) -> Profile:
         """Return the profile with `file` as the trained module of its path, in place of an earlier file.
 
-        A draft head below the path is kept only if its file is in the same folder.
+        A draft head below the path is kept only if its file is in the same folder; int4 weights are copied there.
         """
         assert isinstance(self.profile.draft, LayerSkipSpec)
         name, below = file.stem, self.profile.draft.below
         if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
             below = None  # a profile and its part files are in one folder
         other_parts = {} if below is None else {below.part: self.profile.parts[below.part]}
+        other_parts |= bring_int4(self.profile, file.parent)
         return self.profile.model_copy(
             update={
                 "draft": self.profile.draft.model_copy(update={"trained": name, "below": below, "spared": None}),

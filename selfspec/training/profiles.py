@@ -18,7 +18,7 @@ from selfspec.profile.draft_spec import Below, LayerSkipSpec, ProposerSpec
 from selfspec.profile.head_spec import HeadSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
-from selfspec.profile.schema import Profile
+from selfspec.profile.schema import Profile, bring_int4
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.controller import ControllerSpec
@@ -50,6 +50,7 @@ def write_profiles(
         drafted = forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS, path=own.path)
         below = Below(part=head.kind, step=round(step / drafted, 4))
         spec = own.draft.model_copy(update={"below": below, "spared": None})
+        parts |= bring_int4(own, part.parent)
         joined = own.model_copy(
             update={"draft": spec, "parts": parts, "measured": [], "predicted": None, "also": []}
         ).with_folder(part.parent)

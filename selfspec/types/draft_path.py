@@ -31,6 +31,8 @@ class DraftPath:
     `skip`: the skipped sub-layers. `int8` and `int4`: the sub-layers that run with int8 or int4 weights. `head`: the
     mode of the head. `vocabulary`: the only tokens whose logits the head computes; None: all tokens. `trained`: the
     name under which bridges or adapters are registered with the runtime (`Runtime.register_trained`); None: none.
+    `int4_weights`: the name under which int4 weights are registered (`Runtime.register_int4`), which the sub-layers in
+    `int4` use; None: these sub-layers' weights are rounded to nearest, or as `Runtime.using_int4` says.
     Raises `SelfspecError` for a sub-layer with two modes, a skipped head, and a vocabulary that is empty or has a
     repeated or negative token.
     """
@@ -41,6 +43,7 @@ class DraftPath:
     int4: SkipSet = NOTHING_SKIPPED
     head: HeadMode = "full"
     trained: str | None = None
+    int4_weights: str | None = None
 
     def __post_init__(self) -> None:
         tokens = self.vocabulary

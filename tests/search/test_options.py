@@ -82,8 +82,16 @@ def test_how_far_a_search_goes_and_where_is_not_compared():
         "watch": None,
         "store": None,
     }
-    where = {"prompts": ["a"], "source": "mine", "chat": True, "plain_llm": lambda: None, "budget": Budget()}
+    where = {
+        "int4": "auto",
+        "prompts": ["a"],
+        "source": "mine",
+        "chat": True,
+        "plain_llm": lambda: None,
+        "budget": Budget(),
+    }
     assert SearchOptions(**further, **where).settings() == DEFAULT
+    assert SearchOptions(int4="gptq").settings() == {**DEFAULT, "int4": "gptq"}
     assert {*further, *where} == study.SearchOptions.__dataclass_fields__.keys() - {
         {"warm starts": "warm", "logits processors": "logits_processor"}.get(name, name) for name in DEFAULT
     }

@@ -41,6 +41,7 @@ OTHERS: dict[str, Any] = {
     "spared": 0.5,
     "below": {"part": "eagle", "step": 0.1},
     "trained": "adapter",
+    "int4_weights": "int4",
     "step": 0.45,
     "window": 9,
     "every": 5,
@@ -93,6 +94,7 @@ def loaded(monkeypatch) -> list[Any]:
     monkeypatch.setattr(registry, "TokenizerMap", lambda ours, theirs, sizes: Doubled(VOCABULARY))
     monkeypatch.setattr(registry, "_head", head)
     monkeypatch.setattr(registry, "read_part", lambda path: None)
+    monkeypatch.setattr(registry, "open_int4", lambda runtime, path: asked.append(path))
     monkeypatch.setattr(Profile, "part_path", lambda self, name: name)
     monkeypatch.setattr(registry, "trained_of", lambda runtime, part: random_trained(runtime, DraftPath()))
     return asked

@@ -1,0 +1,177 @@
+"""Quantisation of a model's attention and MLP weights to int4, layer by layer, resumable.
+
+The moments of every linear's inputs come from the full model's own hidden states on calibration texts. Layers run one
+after another over all texts, so that memory holds the moments of one layer only. Experts are left out: drafts round
+their weights to nearest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind
+from selfspec.draft_modules.int4_files import int4_part, int4_tensors
+from selfspec.draft_modules.module_files import read_part, write_part
+from selfspec.models.families.base import Block, GatedMlp, Layer, SubLayer
+from selfspec.models.families.common import PlainMlp
+from selfspec.models.linears import Into, Onto
+from selfspec.models.low_precision import QuantizedWeight, is_quantizable
+from selfspec.models.quantizers import InputMoments, group_for, quantize_int4
+from selfspec.models.shards import check_unsharded
+from selfspec.runtime.forward import Runtime
+from selfspec.types.int4_methods import Int4Method
+
+Texts = Sequence[Sequence[int]]
+
+
+def int4_settings(method: Int4Method, group: int, texts: Texts, *, seed: int = 0) -> dict[str, Any]:
+    """Return the settings that a file of int4 weights records: method, group size, texts (token ids) and their seed."""
+    digest = hashlib.sha256("\n".join(" ".join(map(str, ids)) for ids in texts).encode()).hexdigest()
+    described = {"count": len(texts), "tokens": sum(map(len, texts)), "sha256": digest}
+    return {"method": method, "group": group, "seed": seed, "texts": described}
+
+
+def layers_folder(out: Path) -> Path:
+    """Return the folder that keeps the layers finished so far, for the file `out`."""
+    return out.with_name(f"{out.name}.layers")
+
+
+def write_int4(
+    runtime: Runtime,
+    out: Path,
+    texts: Texts,
+    settings: Mapping[str, Any],
+    *,
+    on_layer: Callable[[int], bool] = lambda done: True,
+) -> bool:
+    """Quantise a model's weights and write them to `out`; return whether all layers were done.
+
+    `texts`: token ids, from which method `nearest` reads nothing. `settings`: those of `int4_settings`. `on_layer`
+    receives the number of layers done; if it returns False, quantising stops. Finished layers are kept in the folder
+    `out`.layers, from which the next call with the same settings resumes; it is deleted at the end. Raises
+    `SelfspecError` if no weight can be quantised, if there are no texts for a method that needs them, and if a file
+    cannot be written.
+    """
+    check_unsharded(runtime.model, "quantising to a file")
+    if not any(_quantizable(layer) for layer in runtime.skeleton.parts.layers):
+        raise SelfspecError("the model has no weights that can be quantised to int4")
+    if settings["method"] != "nearest" and not any(texts):
+        raise SelfspecError(f"method '{settings['method']}': expected at least one text")
+    folder = layers_folder(out)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise SelfspecError(f"{folder}: cannot be made ({error.strerror or error})") from None
+    files = [folder / f"{index:04}.safetensors" for index in range(runtime.layers)]
+    done = {index for index, file in enumerate(files) if _is_finished(file, settings, runtime)}
+    todo = [index for index in range(runtime.layers) if index not in done]
+    for index, weights in _quantized_layers(runtime, texts, settings, todo):
+        write_part(files[index], int4_part(settings, int4_tensors(index, weights), runtime))
+        done.add(index)
+        if not on_layer(len(done)) and len(done) < len(files):
+            return False
+    tensors = {name: tensor for file in files for name, tensor in read_part(file).tensors.items()}
+    write_part(out, int4_part(settings, tensors, runtime))
+    for file in files:
+        file.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return True
+
+
+def _is_finished(file: Path, settings: Mapping[str, Any], runtime: Runtime) -> bool:
+    """Return whether a layer's file is complete, and made of this model with these settings."""
+    if kind(file) != "file":
+        return False
+    try:
+        part = read_part(file)
+    except SelfspecError:  # damaged: the layer is quantised again
+        return False
+    return part.settings == settings and part.model == runtime.skeleton.identity
+
+
+def _quantized_layers(
+    runtime: Runtime, texts: Texts, settings: Mapping[str, Any], todo: Sequence[int]
+) -> Iterator[tuple[int, dict[int, QuantizedWeight]]]:
+    """Yield each layer in `todo` with its int4 weights, by the index of the group."""
+    method, group = settings["method"], settings["group"]
+    if method == "nearest":
+        for index in todo:
+            yield index, _quantized(runtime.skeleton.parts.layers[index], method, group, {})
+        return
+    context = runtime.skeleton.context
+    runtime = runtime.with_new_cache()
+    with runtime.session(min(context, max(map(len, texts)))):
+        streams = [
+            runtime.skeleton.embed(torch.tensor([list(ids[:context])], device=runtime.device)) for ids in texts if ids
+        ]
+        for index in range(max(todo, default=-1) + 1):
+            layer, block = runtime.skeleton.parts.layers[index], runtime.skeleton.blocks[index]
+            moments = _moments(layer, block, products=method == "gptq") if index in todo else {}
+            watched = _watched(block, moments)
+            for number, stream in enumerate(streams):
+                streams[number] = runtime.run_layer(index, watched, stream)
+            if index in todo:
+                yield index, _quantized(layer, method, group, moments)
+
+
+def _quantized(
+    layer: Layer, method: Int4Method, group: int, moments: Mapping[int, InputMoments]
+) -> dict[int, QuantizedWeight]:
+    weights = {}
+    for number in _quantizable(layer):
+        modules = layer.groups[number].modules
+        weight = torch.cat([module.weight.detach() for module in modules])
+        size = group_for(weight.shape[1], group)
+        assert size is not None
+        mean = moments[number].mean() if number in moments else None
+        weights[number] = quantize_int4(weight, method, mean, group=size)
+    return weights
+
+
+def _quantizable(layer: Layer) -> list[int]:
+    """Return the indices of a layer's groups, of the sub-layers that can be quantised to int4."""
+    parts: tuple[SubLayer, ...] = ("attention", "mlp")
+    fitting = [own for own in map(layer.groups_of, parts) if all(is_quantizable(group.modules, 4) for group in own)]
+    return [layer.groups.index(group) for own in fitting for group in own]
+
+
+def _moments(layer: Layer, block: Block, *, products: bool) -> dict[int, InputMoments]:
+    return {
+        number: InputMoments.zeros(layer.groups[number].modules[0].in_features, block.device, products=products)
+        for number in _quantizable(layer)
+    }
+
+
+def _watched(block: Block, moments: Mapping[int, InputMoments]) -> Block:
+    """Return a block that runs alike, and adds the inputs of its linears to the moments, by the index of the group.
+
+    In every family, attention has two groups (queries, keys and values; output), and so has an MLP without experts.
+    """
+
+    def into(number: int, call: Into) -> Into:
+        def watch(x: Tensor, out: Tensor) -> object:
+            moments[number].add(x)
+            return call(x, out)
+
+        return watch if number in moments else call
+
+    def onto(number: int, call: Onto) -> Onto:
+        watch = into(number, lambda x, base: call(base, x))
+        return lambda base, x: watch(x, base)
+
+    attention = replace(block.attention, qkv=into(0, block.attention.qkv), add=onto(1, block.attention.add), plain=None)
+    mlp = block.mlp
+    if isinstance(mlp, GatedMlp):
+        mlp = replace(mlp, gate_up=into(2, mlp.gate_up), down=onto(3, mlp.down), plain=None)
+    elif isinstance(mlp, PlainMlp):
+        mlp = replace(mlp, up=into(2, mlp.up), down=onto(3, mlp.down))
+    return replace(block, attention=attention, mlp=mlp)
