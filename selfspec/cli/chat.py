@@ -75,8 +75,9 @@ class _ChatSession:
     def run(self) -> int:
         """Process lines until the input ends or the user types `/exit`; return the exit code."""
         if self.interactive:
-            keys = "/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat"
-            _say(f"{self.llm.name}: {keys}{held_note(self.llm.held)}", style="dim")
+            _say(f"{self.llm.name}: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat", style="dim")
+            if held := held_note(self.llm.held):
+                _say(held.removeprefix("; "), style="dim")
         refused = False
         for line in _terminal_lines() if self.interactive else _pipe_lines():
             try:
