@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
-from selfspec.models.low_precision import QuantizedWeight, groups_of
+from selfspec.models.low_precision import QuantizedWeight
 from selfspec.models.native_library import library
+from selfspec.models.packed_weight import PackedWeight
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
 # Native products are timed one by one, and their times multiplied by this factor: a native pass has no overhead between
@@ -26,8 +27,6 @@ ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a
 # models.
 IN_A_PASS = 0.7
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _INT4 = 2, 3
-_TILE, _BLOCK = 16, 32  # outputs of a tile of quantised weights; inputs of a row that share a scale
 
 
 class Weight(ctypes.Structure):
@@ -87,55 +86,6 @@ def torch_has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a quantised weight in the order that `native.cpp` reads them, and its scales and zero points.
-
-    Tiles of 16 outputs: int8 values plus 128 as `[tiles, inputs / 4, 16, 4]`, with scales `[outputs]`; int4 values as
-    `[tiles, inputs / 8, 16, 4]`, two to a byte, with scales and zero points `[tiles, groups, 2, 16]`. Outputs are
-    padded to a multiple of 16, and inputs of int8 weights to a multiple of 32.
-    """
-    out, into = weight.values.shape
-    more = -out % _TILE
-    if weight.zero is None:
-        values = F.pad(weight.values, (0, -into % _BLOCK, 0, more))
-        tiles = values.view(-1, _TILE, values.shape[1] // 4, 4).transpose(1, 2)
-        return (tiles.to(torch.uint8) ^ 128).contiguous(), F.pad(weight.scale.flatten(), (0, more))
-    fours = F.pad(weight.values, (0, 0, 0, more)).to(torch.uint8).view(-1, _TILE, into // 8, 2, 4)
-    both = torch.stack([F.pad(part, (0, 0, 0, more)) for part in (weight.scale, weight.zero)])
-    grid = both.view(2, -1, _TILE, both.shape[2]).permute(1, 3, 0, 2)
-    return (fours[..., 0, :] | fours[..., 1, :] << 4).transpose(1, 2).contiguous(), grid.contiguous()
-
-
-def quantize_packed(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return `pack(quantize(weight, bits))`, computed by native code in a fraction of the time.
-
-    `weight` `[out, in]` is float32 or bfloat16, on the CPU.
-    """
-    out, into = weight.shape
-    tiles, weight = -(-out // _TILE), weight.contiguous()
-    if bits == 8:
-        group, values = 0, torch.empty(tiles, -(-into // _BLOCK) * _BLOCK // 4, _TILE, 4, dtype=torch.uint8)
-        scale = torch.empty(tiles * _TILE, dtype=torch.bfloat16)
-    else:
-        group, values = groups_of(into) or into, torch.empty(tiles, into // 8, _TILE, 4, dtype=torch.uint8)
-        scale = torch.empty(tiles, into // group, 2, _TILE, dtype=torch.bfloat16)
-    kind, shift = (_INT8 if bits == 8 else _INT4), max(group, 1).bit_length() - 1
-    address, parts = weight.data_ptr(), (values.data_ptr(), scale.data_ptr())
-    library().selfspec_quantize(KINDS[weight.dtype], kind, address, out, into, shift, *parts, torch.get_num_threads())
-    return values, scale
-
-
-def unpack(values: Tensor, scale: Tensor, out: int, into: int) -> QuantizedWeight:
-    """Return the weight `[out, into]` that `pack` made `values` and `scale` of."""
-    tiles = values.transpose(1, 2)  # [tiles, 16, inputs / 4 or / 8, 4]
-    if scale.dim() == 1:
-        plain = (tiles ^ 128).reshape(len(scale), -1)[:out, :into].to(torch.int8)
-        return QuantizedWeight(8, plain.contiguous(), scale[:out].view(-1, 1))
-    plain = torch.stack([tiles & 15, tiles >> 4], 3).reshape(-1, into)[:out].to(torch.int8)
-    both = scale.permute(2, 0, 3, 1).reshape(2, -1, scale.shape[1])[:, :out]
-    return QuantizedWeight(4, plain.contiguous(), both[0].contiguous(), both[1].contiguous())
-
-
 class NativeProduct:
     """The product of rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or quantised.
 
@@ -146,19 +96,16 @@ class NativeProduct:
     any number of rows. Raises `SelfspecError` if the compiled library is not available.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
-        self._weight = weight if isinstance(weight, Tensor) else None
+    def __init__(self, weight: Tensor | QuantizedWeight | PackedWeight, bias: Tensor | None = None) -> None:
+        weight = PackedWeight.of(weight) if isinstance(weight, QuantizedWeight) else weight
+        self._weight = weight
         self._wide: Tensor | None = None  # the transposed weight, for many rows
-        scale = None
-        if isinstance(weight, QuantizedWeight):
-            kind = _INT8 if weight.zero is None else _INT4
-            group = 0 if weight.zero is None else (weight.values.shape[1] // weight.scale.shape[1]).bit_length() - 1
-            self.out, self.into = weight.values.shape
-            values, scale = pack(weight)
+        if isinstance(weight, PackedWeight):
+            self.out, self.into = weight.out, weight.into
+            self._describe(weight.kind, weight.group, weight.values, weight.scale, bias)
         else:
-            values, kind, group = weight, KINDS[weight.dtype], 0
             self.out, self.into = weight.shape
-        self._describe(kind, group, values.contiguous(), scale, bias)
+            self._describe(KINDS[weight.dtype], 0, weight.contiguous(), None, bias)
 
     def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         """Set up the struct `Weight` for `native.cpp`; arguments are as its fields."""
@@ -208,8 +155,8 @@ class NativeProduct:
         if self.values.dtype != torch.float32 and not torch_has_bfloat16():
             return self.batch_invariant(x)
         if self._wide is None:
-            weight = self._unpacked_weight()
-            self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, QuantizedWeight) else weight).t()
+            weight = self._weight
+            self._wide = (weight if isinstance(weight, Tensor) else weight.unpacked().weight(torch.bfloat16)).t()
         out = x.to(self._wide.dtype) @ self._wide
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
@@ -223,14 +170,6 @@ class NativeProduct:
             return None
         return out if self.bias is None else out.add_(self.bias)
 
-    def _unpacked_weight(self) -> Tensor | QuantizedWeight:
-        """Return the weight that this product was made from."""
-        if self._weight is not None:
-            return self._weight
-        _, scale, _ = self._tensors
-        assert scale is not None
-        return unpack(self.values, scale, self.out, self.into)
-
     @property
     def product(self) -> NativeProduct:
         """This object, which is itself the function from rows to their product."""
@@ -238,13 +177,13 @@ class NativeProduct:
 
     def with_bias(self, bias: Tensor) -> NativeProduct:
         """Return a product with the same weight and a bias `[out]`."""
-        return NativeProduct(self._unpacked_weight(), bias)
+        return NativeProduct(self._weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeProduct, (self._unpacked_weight(), self.bias)
+        return NativeProduct, (self._weight, self.bias)
 
 
 class NativeLinear(PartLinear):

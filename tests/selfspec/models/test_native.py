@@ -31,7 +31,7 @@ from selfspec.models.kernels import kernel_times
 from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import quantize
-from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_, pack, torch_has_bfloat16, unpack
+from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_, torch_has_bfloat16
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import FULL
 
@@ -879,17 +879,6 @@ def test_an_instruction_set_that_cannot_be_used_is_told(monkeypatch, anew, isa, 
     monkeypatch.setenv("SELFSPEC_ISA", isa)
     with pytest.raises(SelfspecError, match=said):
         native_library.library()
-
-
-@needs_native
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_weights_are_those_that_were_packed(bits):
-    for out, into in ((16, 32), (17, 64), (100, 96), (33, 77)):
-        if bits == 8 or into % 32 == 0:
-            weight = quantize(torch.randn(out, into), bits)
-            again = unpack(*pack(weight), out, into)
-            assert torch.equal(again.values, weight.values)
-            assert torch.equal(again.weight(torch.float32), weight.weight(torch.float32))
 
 
 @pytest.mark.skipif(
