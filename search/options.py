@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind
 from selfspec.basics.option import Option
-from selfspec.llm.options import TopK, TopP
+from selfspec.llm.options import TopK, TopP, set_greedy
 from selfspec.types.draft_path import MODES, Mode
 from selfspec.types.int4_methods import METHODS
 
@@ -254,6 +254,7 @@ class SearchOptions:
             raise SelfspecError("prompts is one text; expected a list of them")
         for name in ("trials", "count", "seed", "max_new_tokens"):  # NumPy integers, too
             object.__setattr__(self, name, operator.index(getattr(self, name)))
+        set_greedy(self)
         check_strategy(self.strategy)
         for name, known in (("objective", OBJECTIVES), ("granularity", GRANULARITIES), ("kv", KV)):
             if getattr(self, name) not in known:

@@ -9,6 +9,7 @@ from selfspec.basics.checked_model import Count, Data
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.llm import LLM
 from selfspec.runtime.forward import Runtime
+from selfspec.types.bits import DTYPES
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import LOW, DraftPath, Mode
 from selfspec.types.skip import SkipSet
@@ -81,8 +82,8 @@ class MemoryBudget:
 
     @classmethod
     def from_llm(cls, llm: LLM, limit: float | None) -> MemoryBudget:
-        """Return the memory budget of a model; `limit` None: 0.3, or 0.55 for dtypes of 2 bytes."""
-        size = llm.runtime.dtype.itemsize
+        """Return the memory budget of a model; `limit` None: 0.3, or 0.55 for weights of 2 bytes."""
+        size = 2 if llm.held in DTYPES else llm.runtime.dtype.itemsize
         return cls(llm.runtime, llm.weight_bytes, SHARES.get(size, 0.3) if limit is None else limit)
 
     def share(self, path: DraftPath) -> float:

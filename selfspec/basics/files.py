@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,6 +132,20 @@ def write_bytes(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):  # such as a full disk
             raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
         raise
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raise `OSError` if safetensors cannot write a file: its own error, such as for a full disk, is none."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        _, is_disk, why = str(error).rpartition("I/O error: ")
+        if not is_disk:
+            raise
+        raise OSError(why) from error
 
 
 def cache_folder() -> Path:

@@ -78,6 +78,14 @@ def release_memory() -> None:
         trim(0)
 
 
+def available_memory() -> float:
+    """Return the bytes of main memory that can be had without swapping; infinity if the system does not report it."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return float("inf") if found is None else int(found[1]) * 1024.0
+
+
 def process_peak() -> int | None:
     """Return this process's peak resident memory in bytes; None if the system does not report it."""
     try:

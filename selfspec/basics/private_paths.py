@@ -26,8 +26,6 @@ def is_private(folder: Path) -> bool:
     except (OSError, RuntimeError):  # missing, or links without end
         return False
     ours, administrators = os.getuid(), {0, levels[-1].st_uid}  # in a container the root folder may be another user's
-    if levels[0].st_uid != ours:
-        return False
     below: os.stat_result | None = None
     for level in levels:
         if not stat.S_ISDIR(level.st_mode) or level.st_uid not in {ours, *administrators}:
@@ -54,14 +52,14 @@ def _is_own_group(group: int) -> bool:
 
 
 def open_private(file: Path) -> int | None:
-    """Return a descriptor of a regular file that only this user can have written; None for any other.
+    """Return a descriptor of a regular file that only this user or root can have written; None for any other.
 
     The caller closes the descriptor. What is read through it is what was checked, whatever the path leads to later.
     Raises `OSError` if the file cannot be opened, as a symbolic link cannot.
     """
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     info = os.fstat(descriptor)
-    ours = not hasattr(os, "getuid") or (info.st_uid == os.getuid() and not info.st_mode & _OTHERS_WRITE)
+    ours = not hasattr(os, "getuid") or (info.st_uid in (0, os.getuid()) and not info.st_mode & _OTHERS_WRITE)
     if ours and stat.S_ISREG(info.st_mode):
         return descriptor
     os.close(descriptor)

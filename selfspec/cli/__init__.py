@@ -33,7 +33,8 @@ def main() -> None:
     except OSError as error:
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         # Usage errors of typer, recognised by their method because they come from several modules of click and typer.

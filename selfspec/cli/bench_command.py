@@ -21,6 +21,7 @@ from selfspec.cli.common import (
     resolve_drafting,
     select_drafting,
     set_threads,
+    size,
     stderr,
     stdout,
 )
@@ -212,7 +213,8 @@ def _report(bench: dict[str, Any], console: Console) -> None:
         if bench["skipped"]
         else f"skip: {bench['source']}{bits_text}",
         f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "
-        f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)",
+        f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)"
+        + (f"; held in {bench['held']}, exactly" if bench["held"] else ""),
     ]
     for name, passes in bench["passes"].items():
         layout = bench["layouts"].get(name, "as loaded")
@@ -296,12 +298,3 @@ def ratio(r: Mapping[str, float]) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.3g} ms"
-
-
-def size(size: float) -> str:
-    """Format a number of bytes with its decimal unit, from B to GB."""
-    for unit in ("B", "kB", "MB"):
-        if abs(size) < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

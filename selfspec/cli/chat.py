@@ -15,7 +15,7 @@ from rich.text import Text
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import json_line, kind, write_text
 from selfspec.cli.color import legend, write
-from selfspec.cli.common import quiet, speed_line, stats_line, stderr
+from selfspec.cli.common import held_note, quiet, speed_line, stats_line, stderr
 from selfspec.cli.decoding_options import decoding
 from selfspec.cli.options import ChatCommand
 from selfspec.types.stats import Stats
@@ -76,6 +76,8 @@ class _ChatSession:
         """Process lines until the input ends or the user types `/exit`; return the exit code."""
         if self.interactive:
             _say(f"{self.llm.name}: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat", style="dim")
+            if held := held_note(self.llm.held):
+                _say(held.removeprefix("; "), style="dim")
         refused = False
         for line in _terminal_lines() if self.interactive else _pipe_lines():
             try:

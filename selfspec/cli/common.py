@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress import (
@@ -42,8 +42,19 @@ from selfspec.types.draft_path import MODES, SIGNS, WORDS
 from selfspec.types.identity import Identity
 from selfspec.types.stats import Finish, Stats
 
+if TYPE_CHECKING:
+    from selfspec.llm.llm import LLM
+
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
-SEARCH_HINT = "no faster profile known: using plain decoding. Search for one with: selfspec search --model {model}"
+
+
+def search_hint(llm: LLM) -> str:
+    """Return the line that says how a model drafts without a profile, and how to search for one."""
+    assert llm.profile is not None
+    path = llm.profile.path
+    more = f" ({size(llm.runtime.extra_bytes(path))} more)" if path.low_precision else ""
+    how = f"int8 weights{more} and lookup" if path.low_precision else "lookup only"
+    return f"no profile known: drafting with {how}; a faster one may be found by: selfspec search --model {llm.name}"
 
 
 class _SignConsole(Console):
@@ -184,6 +195,11 @@ _FINISH: dict[Finish | None, str] = {
 }
 
 
+def held_note(held: str | None) -> str:
+    """Return a note, after a semicolon, in which dtype of 16 bits weights are held (`LLM.held`); "" if None."""
+    return "" if held is None else f"; weights held in {held}, exactly"
+
+
 def stats_line(stats: Stats) -> str:
     """Format time, rounds and acceptance of one or several generations as one line."""
     return (
@@ -301,3 +317,12 @@ def map_legend(profile: Profile) -> list[str]:
 
 def _tens_digit(layer: int) -> str:
     return str(layer // 10 % 10) if layer % 10 == 0 and layer else " "
+
+
+def size(size: float) -> str:
+    """Format a number of bytes with its decimal unit, from B to GB."""
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

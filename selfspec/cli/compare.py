@@ -11,8 +11,8 @@ from rich.table import Table
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.bench_by_task import texts_line
-from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark, size
-from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, stdout
+from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark
+from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, size, stdout
 from selfspec.cli.options import CompareCommand
 from selfspec.measure.bench_methods import check_methods, is_profile
 from selfspec.models.loading import read_identity

@@ -11,7 +11,7 @@ import yaml
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import parse_json, read_text
-from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, set_threads, stderr
+from selfspec.cli.common import checked_profile, model_for, search_hint, set_threads, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
 from selfspec.models.loading import check_at_hand
@@ -95,6 +95,7 @@ class DecodingRequest:
             answers=options.answers,
             method=options.method,
             tensor_parallel=options.device_options.tensor_parallel,
+            extra_memory=options.extra_memory,
         )
 
     def run_as_worker(self) -> None:
@@ -127,8 +128,8 @@ class DecodingRequest:
         idle = [name for name, value in sampling_options.items() if value is not None]
         if planned.sampler.greedy and idle:
             _say(f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples")
-        if llm.profile is None and self.profile == "auto":
-            _say(SEARCH_HINT.format(model=self.model))
+        if llm.has_default_profile:
+            _say(search_hint(llm))
 
     def drafter(self, llm: LLM) -> Drafter:
         """Return the profile's drafter, with the controller of `--controller` if that is given."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
-from selfspec.cli.common import print_json, quiet, stats_line, stderr, stdout
+from selfspec.cli.common import held_note, print_json, quiet, stats_line, stderr, stdout
 from selfspec.cli.decoding_options import DecodingRequest, decoding
 from selfspec.cli.generate_options import GenerateCommand
 from selfspec.text.prompt import is_unicode
@@ -101,7 +101,7 @@ def _write(llm: LLM, stream: Stream, *, stats: bool, color: bool) -> Generation:
         if color:
             legend(stderr(), stream.result.events, stream.result.stats, llm.profile)
         if stats:
-            stderr().print(stats_line(stream.result.stats), soft_wrap=True)
+            stderr().print(f"{stats_line(stream.result.stats)}{held_note(llm.held)}", soft_wrap=True)
     return stream.result
 
 

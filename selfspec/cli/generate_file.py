@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -152,13 +153,12 @@ def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
 def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], plans: Mapping[int, Plan]) -> int:
     """Decode the jobs and write each result as it ends; return the exit code."""
     from selfspec.llm.batch import Batch
-    from selfspec.llm.generate_many import decode_many, longest
+    from selfspec.llm.generate_many import check_memory, decode_many, longest
 
     console, failed = stderr(), [job for job in jobs if job.error is not None]
     jobs = [job for job in jobs if job.error is None]
     by_index = {job.index: job for job in jobs}
     bar = progress(console, TextColumn("{task.fields[said]}"))
-    task = bar.add_task("decoding", total=len(jobs), said="")
     assert command.out is not None
     with command.out.open("a", encoding="utf-8") as out:
         for job in failed:
@@ -171,6 +171,14 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
         bar,
         command.out.open("a", encoding="utf-8") as out,
     ):
+        for job in list(jobs):
+            try:
+                check_memory(batch, job.prompt, how)
+            except SelfspecError as error:
+                jobs.remove(job)
+                failed.append(job)
+                _fail(console, out, job, str(error))
+        task = bar.add_task("decoding", total=len(jobs), said="")
         stage_line(console, f"decoding {len(jobs)} prompts ...")
         start = time.perf_counter()
         try:
@@ -222,6 +230,8 @@ def _write(out: TextIO, row: dict[str, Any]) -> None:
         out.flush()
         os.fsync(out.fileno())
     except OSError as error:
+        with contextlib.suppress(OSError):  # closed here, as the text that is left would fail again
+            out.close()
         raise SelfspecError(f"{out.name}: cannot be written ({error.strerror or error})") from None
 
 

@@ -37,6 +37,15 @@ Controller = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
+ExtraMemory = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        min=0,
+        help="Maximum memory of draft weights made without a profile, as a share of the model; 0: none.",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 Store = Annotated[
     Path | None,
     typer.Option(
@@ -183,6 +192,7 @@ class DecodingOptions:
     ] = None
     controller: Controller = None
     store: Store = None
+    extra_memory: ExtraMemory = None
     answers: Annotated[
         Path | None,
         typer.Option(

@@ -6,10 +6,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.common import SEARCH_HINT, checked_profile, model_for, quiet, set_threads, stderr
+from selfspec.cli.common import checked_profile, held_note, model_for, quiet, search_hint, set_threads, stderr
 from selfspec.cli.devices import SharedDeviceOptions
 from selfspec.cli.serve_options import ServeCommand
 from selfspec.profile.schema import Profile
@@ -45,8 +46,8 @@ def run(command: ServeCommand) -> int:
         _load(command, command.device_options, model, profile)
     with bind_socket(command.host, command.port) as sock:
         llms = [_load(command, where, model, profile, adapters) for where in replica_devices]
-        if llms[0].profile is None and command.profile == "auto":
-            stderr().print(SEARCH_HINT.format(model=model), markup=False, soft_wrap=True)
+        if llms[0].has_default_profile:
+            stderr().print(search_hint(llms[0]), markup=False, soft_wrap=True)
         _serve(command, llms, sock)
     return 0
 
@@ -69,6 +70,7 @@ def _load(
         dtype=where.dtype,
         tensor_parallel=where.tensor_parallel,
         adapters=adapters,
+        extra_memory=command.extra_memory,
     )
 
 
@@ -86,10 +88,10 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
         batch = Batch(llm, rows=limits.rows, memory=limits.memory, longest=limits.max_model_len)
         workers.append(Replica(batch, str(device_of(llm.model.get_input_embeddings()))))
     pool = WorkerPool(workers, rows=limits.rows, queue=limits.queue)
-    settings = _settings(command, llms[0].name)
+    settings = _settings(command, llms[0].name, sock.getsockname()[0])
     many = f"{len(workers)} replicas of {limits.rows} sequences" if len(workers) > 1 else f"{limits.rows} sequences"
     with Service(llms[0], pool, settings) as service:
-        line = f"serving {settings.names[0]} at {url(sock)} ({many})"
+        line = f"serving {settings.names[0]} at {url(sock)} ({many}){held_note(llms[0].held)}"
         serve(service, sock, ready=lambda: stderr().print(line, markup=False, soft_wrap=True))
 
 
@@ -104,7 +106,15 @@ def _adapters(specs: Sequence[str]) -> dict[str, str]:
     return folders
 
 
-def _settings(command: ServeCommand, name: str) -> Settings:
+def _hosts(command: ServeCommand, address: str) -> tuple[str, ...]:
+    """Return the `Host` headers to answer: without a key on a loopback `address`, this machine's; else any (none)."""
+    if command.api_key is not None or not ip_address(address).is_loopback:
+        return ()
+    names = (command.host, address)
+    return ("localhost", "127.0.0.1", *names, *(f"[{name}]" for name in ("::1", *names)))
+
+
+def _settings(command: ServeCommand, name: str, address: str) -> Settings:
     from selfspec.server.settings import Settings
 
     limits = command.limits
@@ -112,6 +122,7 @@ def _settings(command: ServeCommand, name: str) -> Settings:
         names=(*(command.served_model_name or [name]), *_adapters(command.adapter or ())),
         api_key=command.api_key,
         cors_origins=tuple(command.cors_origin or ()),
+        hosts=_hosts(command, address),
         rows=limits.rows,
         queue=limits.queue,
         max_tokens=limits.max_tokens,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.devices import SharedDeviceOptions
-from selfspec.cli.options import Model, Store
+from selfspec.cli.options import ExtraMemory, Model, Store
 
 _LIMITS, _WHO = "Limits", "Address and access"
 
@@ -96,6 +96,7 @@ class ServeCommand:
     model: Model = None
     profile: Annotated[str, typer.Option(help="Profile: a file, the name of a shipped one, auto, or none.")] = "auto"
     store: Store = None
+    extra_memory: ExtraMemory = None
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHO)] = "127.0.0.1"
     port: Annotated[
         int,

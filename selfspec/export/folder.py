@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import files_in, kind
+from selfspec.basics.files import disk_errors, files_in, kind
 
 
 def check_out(out: Path, *, force: bool) -> None:
@@ -39,7 +39,8 @@ def staged_folder(out: Path, *, force: bool) -> Iterator[Path]:
     except OSError as error:
         raise SelfspecError(f"--out {out}: cannot be written ({error.strerror or error})") from None
     try:
-        yield made
+        with disk_errors():
+            yield made
         _put(made, out)
     except OSError as error:  # a full disk
         raise SelfspecError(f"--out {out}: cannot be written ({error.strerror or error})") from None

@@ -35,6 +35,7 @@ from selfspec.llm.sampling_plan import check_config
 from selfspec.models.layout import apply_layout_, check_layout
 from selfspec.models.shards import check_unsharded
 from selfspec.models.skeleton import identity_of
+from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
@@ -254,7 +255,8 @@ class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
 
 def _where(model: Any) -> object:
     """Return a value, comparable by `==`, that changes when a model is moved, cast or reloaded."""
-    table = model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings()
+    table = embedding.blocks.values if isinstance(embedding, StoredEmbedding) else embedding.weight
     return id(model), table.device, table.dtype, table.data_ptr()
 
 

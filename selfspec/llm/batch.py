@@ -187,15 +187,19 @@ class Batch:
         need more slots than the KV cache has.
         """
         request = Request(self.llm, prompt, options, planned=planned, probabilities=probabilities, top=top)
-        needed, longest = len(request.prompt) + request.seq.remaining - 1, self._engine.memory.max_seq_len
-        if needed > longest:
-            raise SelfspecError(
-                f"a prompt of {len(request.prompt)} tokens and {request.seq.remaining} new ones need {needed} slots "
-                f"of the KV cache, and one sequence may have {longest}; give more memory, or ask for fewer tokens"
-            )
+        self.check_fits(len(request.prompt), request.seq.remaining)
         self._waiting.append(request)
         self.counters.requests += 1
         return request
+
+    def check_fits(self, prompt: int, new: int) -> None:
+        """Raise `SelfspecError` if the KV cache has too few slots for `prompt` prompt tokens and `new` new tokens."""
+        needed, longest = prompt + new - 1, self.max_seq_len
+        if needed > longest:
+            raise SelfspecError(
+                f"a prompt of {prompt} tokens and {new} new ones need {needed} slots "
+                f"of the KV cache, and one sequence may have {longest}; give more memory, or ask for fewer tokens"
+            )
 
     def prompt_logprobs(self, prompt: Sequence[int], options: Options, top: int) -> list[TokenLogprobs]:
         """Return the log probabilities of a prompt's tokens, as `scoring.prompt_logprobs`, by the options' adapter."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import BLOCK
 from selfspec.types.limits import WIDEST_DRAFT
@@ -42,8 +43,8 @@ def runtime_for(
     """
     if rows < 1:
         raise SelfspecError(f"rows {rows}: expected at least 1")
-    if memory is not None and not memory > 0:
-        raise SelfspecError(f"memory {memory} GiB: expected more than 0")
+    if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
+        raise SelfspecError(f"memory {short(memory)} GiB: expected a number of more than 0")
     each, context = slot_bytes(runtime) + extra_slot_bytes, runtime.skeleton.context
     blocks = blocks and runtime.native
     longest = min(context, longest or (context if blocks else USUAL)) + WIDEST_DRAFT

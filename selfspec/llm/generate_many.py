@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.llm.batch import Batch, BatchModel
 from selfspec.llm.options import ManyOptions, Options
 from selfspec.llm.request import Request
 from selfspec.llm.sampling_plan import Plan, new_tokens
 from selfspec.llm.stream import Generation
+from selfspec.speculation.sampling import as_integer
 from selfspec.text.prompt import Prompt
 
 
-def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptions) -> list[Generation]:
+def generate_many(llm: BatchModel, prompts: Iterable[Prompt], options: ManyOptions) -> list[Generation]:
     """Continue several prompts in a batch, each as `generate` would; return the generations in the prompts' order.
 
     Greedy and seeded text does not depend on the other prompts. At most `batch_size` sequences are decoded at a time
@@ -23,11 +24,14 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
     round costs. `ended`: called with a prompt's index and generation when the generation ends. The other options are
     those of `generate`.
 
-    Raises `SelfspecError` for a wrong option, and before decoding for an invalid prompt. If a prompt fails later, the
-    error is raised when all other prompts have ended.
+    Raises `SelfspecError` for a wrong option, and before anything is decoded for an invalid prompt or one that the
+    context or the memory cannot hold; the message names it, such as `prompts[1]`. If a prompt fails later, the error
+    is raised when all other prompts have ended.
     """
-    if options.batch_size < 1:
-        raise SelfspecError(f"batch_size {options.batch_size}: expected at least 1")
+    batch_size = as_integer(options.batch_size, "batch_size", least=1)
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise SelfspecError(f"prompts: {short(prompts)}; expected several prompts, such as a list of texts")
+    prompts = list(prompts)
     encoded, plans = list[list[int]](), dict[int, Plan]()
     for number, prompt in enumerate(prompts):
         with number_errors(number):
@@ -38,14 +42,17 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
                 plans[number] = llm.plan(encoded[number], options)
     results: dict[int, Generation] = {}
     failed = list[SelfspecError]()
-    rows = max(1, min(options.batch_size, len(prompts)))
+    rows = max(1, min(batch_size, len(prompts)))
     with Batch(llm, rows=rows, memory=options.memory, longest=longest(llm, encoded, options)) as batch:
+        for number, ids in enumerate(encoded):
+            with number_errors(number):
+                check_memory(batch, ids, options)
         for number, request in decode_many(
             batch, enumerate(encoded), options, plans=plans, probabilities=options.probabilities
         ):
             results[number] = request.result
             if request.error is not None:
-                failed.append(SelfspecError(f"prompt {number + 1}: {request.error}"))
+                failed.append(SelfspecError(f"prompts[{number}]: {request.error}"))
             elif options.ended is not None:
                 options.ended(number, results[number])
     if failed:
@@ -56,6 +63,11 @@ def generate_many(llm: BatchModel, prompts: Sequence[Prompt], options: ManyOptio
 def longest(llm: BatchModel, prompts: Sequence[Sequence[int]], options: Options) -> int:
     """Return the largest sum of a prompt's tokens and its maximum number of new tokens; 1 without prompts."""
     return max((len(prompt) + new_tokens(llm.model, options, len(prompt)) for prompt in prompts), default=1)
+
+
+def check_memory(batch: Batch, prompt: Sequence[int], options: Options) -> None:
+    """Raise `SelfspecError` if the batch's KV cache cannot hold an encoded prompt and its new tokens."""
+    batch.check_fits(len(prompt), new_tokens(batch.llm.model, options, len(prompt)))
 
 
 def decode_many(
@@ -76,9 +88,8 @@ def decode_many(
     while True:
         while len(batch.waiting) < batch.rows and (numbered := next(left, None)) is not None:
             number, prompt = numbered
-            with number_errors(number):
-                request = batch.add(prompt, options, planned=plans.get(number), probabilities=probabilities)
-                numbers[request] = number
+            request = batch.add(prompt, options, planned=plans.get(number), probabilities=probabilities)
+            numbers[request] = number
         if batch.idle:
             return
         for request in batch.step():
@@ -88,8 +99,8 @@ def decode_many(
 
 @contextmanager
 def number_errors(number: int) -> Iterator[None]:
-    """Add a prompt's number to any `SelfspecError` raised in this context; `number` is from 0, the message's from 1."""
+    """Name the prompt of index `number` in any `SelfspecError` raised in this context."""
     try:
         yield
     except SelfspecError as error:
-        raise SelfspecError(f"prompt {number + 1}: {error}") from error
+        raise SelfspecError(f"prompts[{number}]: {error}") from error

@@ -15,6 +15,7 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.engine.loop import decode
 from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
+from selfspec.llm.default_profile import default_profile
 from selfspec.llm.generate_many import generate_many
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.messages import render, validate_messages
@@ -23,10 +24,11 @@ from selfspec.llm.sampling_plan import Plan, new_tokens, plan, with_deadline
 from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
 from selfspec.models.adapters import Adapters, load_adapters
+from selfspec.models.half_storage import held_dtypes
 from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, weight_bytes
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
-from selfspec.profile.choosing import check_profile, choose_profile, named_profile, with_lookup_files
+from selfspec.profile.choosing import check_profile, choose_profile, named_profile, shipped_for, with_lookup_files
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.history import check_answers
@@ -95,6 +97,7 @@ class LLM:
         self.layout: str | None = None  # the weight layout that `load` applied; None after `wrap`
         self.plain_layout: str | None = None  # the weight layout that is fastest without drafts; None after `wrap`
         self.profile: Profile | None = None
+        self.has_default_profile = False  # whether `load` found no profile for the weights
         self.drafter: Drafter = PlainDrafter()
         if profile is not None:
             self._use(profile)
@@ -109,6 +112,11 @@ class LLM:
     def identity(self) -> Identity:
         """The identity of the model, as a profile records it."""
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
+
+    @property
+    def held(self) -> str | None:
+        """The dtypes of 16 bits that hold float32 weights exactly, such as `bfloat16`; None if there are none."""
+        return held_dtypes(self.model)
 
     @property
     def weight_bytes(self) -> int:
@@ -397,12 +405,15 @@ def load(
     method: str | None = None,
     tensor_parallel: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
+    extra_memory: float | None = None,
 ) -> LLM:
     """Load a model (folder, GGUF file, hub id, `smollm2-135m` or `builtin`) with the profile that drafts for it.
 
     `profile`: `auto` (a shipped profile measured on the same weights, unless decoding with it was slower than without
-    drafts), `none`, a file, the name of a shipped profile, or a `Profile`. `device`: one device, or a `DeviceMap` for a
-    model larger than one device. `dtype`: `auto` is float32 on a CPU, else the checkpoint's dtype.
+    drafts; the `default_profile` if none was measured), `none`, a file, the name of a shipped profile, or a `Profile`.
+    `extra_memory`: the largest memory of the default profile's draft weights, as a share of the model's bytes; 0: no
+    draft weights. `device`: one device, or a `DeviceMap` for a model larger than one device. `dtype`: `auto` is float32
+    on a CPU, else the checkpoint's dtype.
 
     `layout`: the weight layout, see `layout.apply_layout_`; `auto` is the layout measured as fastest on this machine.
     `drafting`: whether `auto` chooses the fastest layout for drafting or for decoding without drafts;
@@ -425,6 +436,8 @@ def load(
     loaded = load_adapters(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen = choose_profile(identity, named, method)
+    if default := chosen is None and named == "auto" and not shipped_for(identity):
+        chosen = default_profile(loaded, identity, extra_memory=extra_memory)
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
     low = chosen is not None and any(alternative.path.low_precision for alternative in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
@@ -432,7 +445,7 @@ def load(
         loaded, layout, drafting=drafting, quantized_drafts=low if quantized_drafts is None else quantized_drafts
     )
     llm = LLM(loaded, tokenizer, name=model, profile=with_lookup_files(chosen, identity, store, answers))
-    llm.layout, llm.plain_layout = layout, plain
+    llm.layout, llm.plain_layout, llm.has_default_profile = layout, plain, default
     return llm
 
 

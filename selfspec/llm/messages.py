@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, reason, short
@@ -54,18 +57,78 @@ def _checked(entry: object, where: str) -> dict[str, str]:
 def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Return the token ids of messages and of the answer's header, as the tokenizer's chat template formats them.
 
-    Only the template adds special tokens: tokenising the rendered text would add a second BOS token.
+    Only the template adds special tokens: tokenising the rendered text would add a second BOS token. A special token's
+    text in a message is tokenised as any other text, so that no message can end itself or begin another.
     Raises `SelfspecError` if there is no template, and if the template fails.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise SelfspecError("the tokenizer has no chat template; do without chat, or take a model that has one")
+    special = _special_tokens(tokenizer)
+    quoted = any(text in entry["content"] for entry in messages for text in special)
     try:
-        ids = tokenizer.apply_chat_template(
-            [dict(entry) for entry in messages], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        if quoted:
+            return _render_quoted(tokenizer, messages, special)
+        return list(_apply(tokenizer, messages, tokenize=True))
     except Exception as error:  # a template can raise anything
         raise SelfspecError(f"the tokenizer's chat template fails: {reason(error)}") from None
-    return list(ids)
+
+
+def _apply(tokenizer: Any, messages: Sequence[Message], *, tokenize: bool) -> Any:
+    """Apply the chat template; return token ids, or the text if not `tokenize`."""
+    return tokenizer.apply_chat_template(
+        [dict(entry) for entry in messages], add_generation_prompt=True, tokenize=tokenize, return_dict=False
+    )
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, Any]:
+    """Return the special tokens of two or more characters, each an `AddedToken`, by their texts."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {token.content: token for token in added if token.special and len(token.content) > 1}
+
+
+def _render_quoted(tokenizer: Any, messages: Sequence[Message], special: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of messages, some of which contain the texts of special tokens.
+
+    A character that no message contains is put into these texts while the template is applied. What still reads as a
+    special token then comes from the template. As the tokenizer does, the text is split there, and the parts are
+    tokenised one by one, now without special tokens.
+    """
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+    used = {char for entry in messages for char in entry["content"]}
+    mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in used)
+
+    def marked(text: str) -> str:
+        while pattern.search(text):
+            text = pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+        return text
+
+    hidden = [{**entry, "content": marked(entry["content"])} for entry in messages]
+    rendered = _apply(tokenizer, hidden, tokenize=False)
+    encode = _encoder_of_plain_text(tokenizer)
+    ids: list[int] = []
+    start, strip_next = 0, False
+    for match in [*pattern.finditer(rendered), None]:
+        part = rendered[start : match.start() if match else None].replace(mark, "")
+        token = special[match[0]] if match else None
+        part = part.lstrip() if strip_next else part
+        part = part.rstrip() if token is not None and token.lstrip else part
+        if part:
+            ids += encode(part)
+        if match and token is not None:
+            ids.append(tokenizer.convert_tokens_to_ids(token.content))
+            start, strip_next = match.end(), token.rstrip
+    return ids
+
+
+@lru_cache(maxsize=4)
+def _encoder_of_plain_text(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return a function that tokenises text without special tokens.
+
+    It uses a copy of the tokenizer: `split_special_tokens` is a setting of the whole tokenizer, which another thread
+    could change before the text is read.
+    """
+    own = copy.deepcopy(tokenizer)
+    return lambda text: list(own(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
 
 def check_system(tokenizer: Any) -> None:

@@ -91,11 +91,7 @@ class Options:
         if isinstance(self.stop, str | list | tuple):
             stops = [self.stop] if isinstance(self.stop, str) else self.stop
             object.__setattr__(self, "stop", tuple(stop for stop in stops if stop != ""))
-        if self.top_p == 0:
-            object.__setattr__(self, "top_p", None)
-            object.__setattr__(self, "temperature", 0.0)
-        elif self.temperature is not None and 0 < self.temperature < LOWEST_TEMPERATURE:
-            object.__setattr__(self, "temperature", 0.0)
+        set_greedy(self)
 
     def check(self) -> None:
         """Raise `SelfspecError` for an option that is invalid for every model."""
@@ -123,6 +119,15 @@ class Options:
                 f"temperature {self.temperature:g} and do_sample {sampled} contradict each other; leave one of them out"
             )
         stop_texts(self.stop)
+
+
+def set_greedy(options: Any) -> None:
+    """Set frozen options to greedy decoding if `top_p` is 0, or if `temperature` is so low that it means that."""
+    temperature, top_p = options.temperature, options.top_p
+    if top_p == 0 or (temperature is not None and 0 < temperature < LOWEST_TEMPERATURE):
+        object.__setattr__(options, "temperature", 0.0)
+    if top_p == 0:
+        object.__setattr__(options, "top_p", None)
 
 
 @dataclass(frozen=True, slots=True)

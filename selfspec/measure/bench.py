@@ -24,6 +24,7 @@ from selfspec.measure.summary import by_task, expected, summary, theory
 from selfspec.measure.timing import Method, Runs, conditions, interleave, same_length
 from selfspec.models.layout import weight_bytes
 from selfspec.models.onednn_linear import PackedLinear
+from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
@@ -108,7 +109,7 @@ class Benchmark:
         self.watch.stage("timing passes")
         context = self._context()
         where = conditions(runtime)
-        bits = bits_read(t.profile.path, runtime.skeleton.identity, dtype=where["dtype"])
+        bits = bits_read(t.profile.path, runtime.skeleton.identity, dtype=s.plain.held or where["dtype"])
         return {
             "model": s.plain.name,
             "widened": s.widened,
@@ -123,6 +124,7 @@ class Benchmark:
             "draft": t.profile.draft.model_dump(mode="json", exclude_none=True),
             "sub_layers": 2 * runtime.layers,
             "layouts": dict(s.layouts),
+            "held": s.plain.held,
             "weight_bytes": own,
             "extra_bytes": weight_bytes(s.skip.model) - own + s.skip.runtime.extra_bytes(t.profile.path),
             "bytes_read": read,
@@ -296,12 +298,13 @@ class Benchmark:
 
 def _bytes_read(llm: LLM) -> int:
     """Return the bytes of weights that a plain decode step reads: all but an embedding table separate from the head."""
-    embedding = llm.model.get_input_embeddings().weight
+    embedding = llm.model.get_input_embeddings()
+    table = embedding.blocks.bytes if isinstance(embedding, StoredEmbedding) else embedding.weight.nbytes
     head = llm.model.get_output_embeddings()
     tied = llm.model.config.tie_word_embeddings
     nbytes = weight_bytes(llm.model)
     own_head = not tied or isinstance(head, PackedLinear)  # a separate embedding is read one row at a time
-    return nbytes - (embedding.numel() * embedding.element_size() if own_head else 0)
+    return nbytes - (table if own_head else 0)
 
 
 def _passes(runtime: Runtime, context: int) -> dict[int, float]:

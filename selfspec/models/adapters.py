@@ -6,6 +6,7 @@ unmerged, and each request chooses an adapter (`Adapters`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,9 @@ from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind, parse_json, read_text
 
 CONFIG = "adapter_config.json"
+PROMPT_METHODS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT")  # change no weights
+
+_VOCABULARY = re.compile(r"\b(embed_tokens|lm_head|wte|embed_in|embed_out)\.([a-z_.]+\.)?weight$")  # not lora_A.weight
 
 
 def is_adapter(folder: Path) -> bool:
@@ -25,7 +29,19 @@ def is_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> str:
     """Return an adapter's base model: a folder, relative to the working or the adapter's folder, or a hub id.
 
-    Raises `SelfspecError` if the adapter's configuration names no model or another adapter, and without `peft`.
+    Raises `SelfspecError` as `check_adapter` does, and if the adapter's configuration names no model.
+    """
+    base = check_adapter(folder)
+    if base is None:
+        raise SelfspecError(f"{folder / CONFIG}: 'base_model_name_or_path' names no model; expected the adapter's base")
+    return base
+
+
+def check_adapter(folder: Path) -> str | None:
+    """Return an adapter's base model as `base_of` does, None if its configuration names none.
+
+    Raises `SelfspecError` for an adapter of another adapter, for one that adds tokens to the prompt instead of changing
+    weights, and without `peft`.
     """
     if find_spec("peft") is None:
         raise SelfspecError(
@@ -35,9 +51,14 @@ def base_of(folder: Path) -> str:
         config = parse_json(read_text(folder / CONFIG))
     except ValueError as error:
         raise SelfspecError(f"{folder / CONFIG}: not valid JSON: {error}") from None
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    config = config if isinstance(config, dict) else {}
+    if (method := config.get("peft_type")) in PROMPT_METHODS:
+        raise SelfspecError(
+            f"{folder / CONFIG}: {method} adds tokens to the prompt; expected an adapter of weights, such as LORA"
+        )
+    base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise SelfspecError(f"{folder / CONFIG}: 'base_model_name_or_path' names no model; expected the adapter's base")
+        return None
     local_base = folder / base
     base_model = str(local_base) if kind(Path(base)) == "missing" and kind(local_base) == "folder" else base
     if is_adapter(Path(base_model)):
@@ -51,7 +72,39 @@ def merged(model: Any, folder: Path) -> Any:
     """Return the model with the adapter merged into its weights, which costs no speed. Raises what `peft` raises."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    if (rows := saved_vocabulary(folder)) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    model = PeftModel.from_pretrained(model, str(folder))
+    _untie(model)
+    return model.merge_and_unload()
+
+
+def saved_vocabulary(folder: Path) -> int:
+    """Return the rows of the embeddings or the output head that an adapter's folder holds, 0 if it holds neither.
+
+    They are more than the base model's if tokens were added for the adapter.
+    """
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if kind(file) != "file":
+        return 0
+    with safe_open(str(file), "pt") as tensors:
+        names = [name for name in tensors.keys() if _VOCABULARY.search(name)]  # noqa: SIM118 (no mapping)
+        return max((int(tensors.get_slice(name).get_shape()[0]) for name in names), default=0)
+
+
+def _untie(model: Any) -> None:
+    """Give the output head weights of its own if an adapter changes the head or the embeddings, but not both alike.
+
+    Merging a change into weights that both share would apply it to both.
+    """
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = (getattr(layer, "base_layer", layer) for layer in layers)
+    if layers == (embeddings, head) or getattr(head, "weight", None) is not getattr(embeddings, "weight", None):
+        return
+    head.weight = type(head.weight)(head.weight.detach().clone(), requires_grad=False)
+    model.config.tie_word_embeddings = False
 
 
 BASE = "base"  # the name in requests of the model without an adapter
@@ -69,7 +122,7 @@ def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
             )
         if not is_adapter(Path(folder)):
             raise SelfspecError(f"adapter {folder}: no folder with an {CONFIG}; expected a folder saved by PEFT")
-        _ = base_of(Path(folder))
+        check_adapter(Path(folder))
     from peft import PeftModel
 
     for name, folder in adapters.items():
@@ -79,6 +132,11 @@ def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
             else:
                 model = PeftModel.from_pretrained(model, str(folder), adapter_name=name)
         except Exception as error:  # a broken or foreign adapter can raise anything
+            if "size mismatch" in str(error) and saved_vocabulary(Path(folder)):
+                raise SelfspecError(
+                    f"adapter {folder} has embeddings of another size than the model's; expected it as the model, by "
+                    "its folder"
+                ) from error
             raise SelfspecError(f"adapter {folder} cannot be loaded: {reason(error)}") from error
     if adapters:
         model.base_model.disable_adapter_layers()

@@ -44,6 +44,12 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu") if tensor is None else tensor.device
 
 
+def dtype_of(module: Any) -> torch.dtype:
+    """Return the dtype of a module's weight; a weight that is converted at each read is not read for it."""
+    dtype: torch.dtype = getattr(module, "dtype", None) or module.weight.dtype
+    return dtype
+
+
 def is_dense(weight: Any) -> bool:
     """Return whether a weight is a plain torch tensor, and no subclass such as torchao's quantised tensors."""
     return type(weight) in (Tensor, nn.Parameter)

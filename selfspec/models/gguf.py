@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError, reason, short
-from selfspec.basics.files import cache_folder
+from selfspec.basics.files import cache_folder, disk_errors
 from selfspec.models.gguf_header import Header, read_header
 from selfspec.types.limits import MOST_LAYERS
 
@@ -253,7 +253,13 @@ def _lost() -> Path:
 
 def _temporary() -> Path:
     """Return a new temporary folder, deleted at exit."""
-    folder = Path(tempfile.mkdtemp(prefix="selfspec-gguf-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="selfspec-gguf-"))
+    except OSError as error:
+        raise SelfspecError(
+            f"a GGUF file needs a folder that can be written to ({error.strerror or error}); expected one in "
+            "SELFSPEC_CACHE or TMPDIR"
+        ) from None
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -263,12 +269,13 @@ def _making(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, which then becomes `folder` or is merged into it; an error deletes it."""
     made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        yield made
-        if folder.is_dir():  # holds the description, or was made by another process meanwhile
+        with disk_errors():
+            yield made
+        try:
+            made.rename(folder)
+        except OSError:  # the folder holds the description, or was made by another process meanwhile
             for file in made.iterdir():
                 os.replace(file, folder / file.name)
-        else:
-            made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

@@ -20,10 +20,11 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.families import parts_of
 from selfspec.models.gguf import check_gguf, description
 from selfspec.models.gguf_header import Tensor as Described
-from selfspec.models.gguf_linear import BLOCK, BlockEmbedding, BlockLinear, GGUFWeight, block_product, concat_weights
+from selfspec.models.gguf_linear import BLOCK, BlockLinear, GGUFWeight, block_product, concat_weights
+from selfspec.models.half_storage import nativise_model_
 from selfspec.models.linears import Group
-from selfspec.models.native import nativise_
 from selfspec.models.native_library import available
+from selfspec.models.stored_linear import StoredEmbedding, save_tied_once
 
 TYPES = ("Q4_0", "Q4_1", "Q8_0")
 _log = logging.getLogger("selfspec")
@@ -45,7 +46,7 @@ def load_quantized_gguf(path: Path) -> Any:
     embedding = names[id(parts.embedding)]
     if (blocks := file.blocks(embedding)) is not None:
         owner, _, name = embedding.rpartition(".")
-        setattr(model.get_submodule(owner), name, BlockEmbedding(blocks))
+        setattr(model.get_submodule(owner), name, StoredEmbedding(blocks))
     file.share(names[id(parts.head.module)], embedding, blocks)
     for group in (*parts.groups(), parts.head):
         _keep(group, [names[id(module)] for module in group.modules], file)
@@ -56,9 +57,10 @@ def load_quantized_gguf(path: Path) -> Any:
             if (source_name := file.name_of(name)) not in made:
                 made[source_name] = nn.Parameter(file.dequantised(name), requires_grad=False)
             setattr(model.get_submodule(owner), last, made[source_name])
-    for group in (*parts.groups(), parts.head) if available() else ():
-        if all(type(module) is nn.Linear for module in group.modules):
-            nativise_(group)
+    if available():
+        nativise_model_(model, parts)
+    else:
+        save_tied_once(model)
     file.report()
     return model
 

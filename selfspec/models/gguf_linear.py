@@ -7,17 +7,17 @@ weight, a slice of outputs at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError
-from selfspec.models.linears import Call, PartLinear
+from selfspec.models.linears import Call
 from selfspec.models.native import NativeProduct
 from selfspec.models.native_library import available
+from selfspec.models.stored_linear import StoredLinear
 
 BLOCK = 32  # inputs that share a scale
 _KINDS = {8: 4, 4: 5}  # weight kinds of `native.cpp`, by bits
@@ -37,6 +37,9 @@ class GGUFWeight:
     bits: Literal[8, 4]
     values: Tensor
     grid: Tensor
+    fixed: ClassVar[str] = (
+        "quantised GGUF weights stay on the CPU and in float32 models; load the model again, dequantised"
+    )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -135,80 +138,20 @@ def block_product(blocks: GGUFWeight, bias: Tensor | None = None) -> BlockProduc
     return BlockProduct(blocks, bias) if available() else SlowBlockProduct(blocks, bias)
 
 
-class BlockLinear(PartLinear):
-    """Replacement of a linear whose weight stays quantised, alone or fused with linears that read the same input.
-
-    `weight` is a property that dequantises at each read. A model with these modules can be called, copied and saved
-    like a dequantised model, but neither trained nor moved.
-    """
+class BlockLinear(StoredLinear):
+    """Replacement of a linear whose weight stays quantised, alone or fused with linears that read the same input."""
 
     fused: BlockProduct | SlowBlockProduct
-    readable: ClassVar[bool] = True
 
     def __init__(self, fused: BlockProduct | SlowBlockProduct, start: int, linear: Any) -> None:
         super().__init__(fused, start, linear)
         self.bits = fused.blocks.bits
-        self.bias = None if fused.bias is None else fused.bias.narrow(0, start, self.out_features)
-
-    @property
-    def blocks(self) -> GGUFWeight:
-        """The quantised weight of all linears fused with this one."""
-        return self.fused.blocks
-
-    @property
-    def weight(self) -> Tensor:
-        """The dequantised weight `[out, in]` of this linear."""
-        return self.blocks.rows(slice(self.start, self.start + self.out_features)).weight()
 
     def with_outputs(self, outputs: Tensor) -> Call:
         """Return the product with only the rows `outputs` of the weight, still quantised."""
-        bias = None if self.bias is None else self.bias.index_select(0, outputs)
-        return block_product(self.blocks.rows(outputs + self.start), bias).product
+        return block_product(self.fused.blocks.rows(outputs + self.start), self._bias_at(outputs)).product
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product `[.., out]` with `x` `[.., in]`."""
         rows = super().forward(x.reshape(-1, self.in_features))
         return rows.reshape(*x.shape[:-1], self.out_features)
-
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockLinear:
-        _stays(fn)
-        return self
-
-
-class BlockEmbedding(nn.Module):
-    """Replacement of an embedding whose weight stays quantised; the head may share it."""
-
-    def __init__(self, blocks: GGUFWeight) -> None:
-        super().__init__()
-        self.blocks = blocks
-        self.num_embeddings, self.embedding_dim = blocks.shape
-
-    @property
-    def weight(self) -> Tensor:
-        """The dequantised weight `[tokens, D]`."""
-        return self.blocks.weight()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the embeddings `[.., n, D]` of token ids `[.., n]`."""
-        return self.blocks.rows(ids.flatten()).weight().view(*ids.shape, self.embedding_dim)
-
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BlockEmbedding:
-        _stays(fn)
-        return self
-
-
-def _stays(fn: Callable[[Tensor], Tensor]) -> None:
-    """Raise `SelfspecError` if `fn` moves or casts weights."""
-    moved = fn(torch.zeros(1))
-    if moved.dtype != torch.float32 or moved.device.type != "cpu":
-        raise SelfspecError(
-            "quantised GGUF weights stay on the CPU and in float32 models; load the model again, dequantised"
-        )

@@ -6,6 +6,7 @@ is slower than float32. Kernels are therefore timed on a random weight like the 
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from selfspec.models.linears import Call
 from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, quantize
 from selfspec.models.native import IN_A_PASS, NativeProduct
 from selfspec.models.native_library import available
+from selfspec.models.packed_weight import PackedWeight
 
 _OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
 _REPEATS = 5
@@ -31,6 +33,7 @@ _COPIES, _CACHES = 24, 2**26  # timed copies: at most 24 of together 64 MiB, mor
 _ENLARGED = 2.0**20  # factor on a single row for `int8_dynamic`
 _WIDE = 24  # rows from which a product with the weight dequantised to bfloat16 is faster than the quantised kernel
 COARSER = 1.1  # factor on float8's time, as its drafts are accepted less often: its weights are five times as far off
+_VERSION = 2  # of the native kernels: choices that were timed with others do not count
 _ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
@@ -171,11 +174,20 @@ def _wide_too(product: Call, into: int) -> Call:
     return either
 
 
-def native(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int8 or int4 weights for selfspec's own kernel, with float32 rows."""
-    return NativeProduct(weight)
+class _Native:
+    """selfspec's own kernel for int8 or int4 weights, with float32 rows; it also rounds weights to nearest."""
+
+    def __call__(self, weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+        return NativeProduct(weight)
+
+    def rounded(self, weight: Tensor, bits: Bits) -> Call | None:
+        """Return the product with `quantize(weight, bits)`; None for weights that native code does not round."""
+        if weight.dtype not in (torch.float32, torch.bfloat16) or weight.device.type != "cpu":
+            return None
+        return NativeProduct(PackedWeight.rounded(weight, bits))
 
 
+native = _Native()
 # Without 8-bit dot product instructions (VNNI), torch's kernel accumulates in 16 bits, which overflow: it is left out.
 _DOT_PRODUCTS = {"int8 dynamic": int8_dynamic} if torch.cpu._is_vnni_supported() else {}
 KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
@@ -266,6 +278,8 @@ def _path(weight: Tensor, bits: Bits) -> Path:
         torch.__version__,
         bits,
         available(),
+        os.environ.get("SELFSPEC_ISA"),
+        _VERSION,
         list(weight.shape),
         str(weight.dtype),
     ]

@@ -23,12 +23,13 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import machine, release_memory
 from selfspec.models.families import Parts, is_lean, parts_of
-from selfspec.models.gguf_linear import BlockEmbedding, BlockLinear
+from selfspec.models.half_storage import half_of, nativise_exactly_, nativise_model_
 from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
-from selfspec.models.native import IN_A_PASS, ROWS, nativise_
+from selfspec.models.native import IN_A_PASS, ROWS
 from selfspec.models.native_library import available, library
 from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.models.shards import local_weight
+from selfspec.models.stored_linear import StoredEmbedding, StoredLinear
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
 WIDTHS = (1, 2, 3, 4, 8, 128)  # timed numbers of rows: a decode step's (1), verification passes' (2 to 8), a prefill's
@@ -51,7 +52,7 @@ _LAY: dict[str, Callable[[Group], None]] = {
     "rows": join_,
     "columns": partial(join_, columns=True),
     "onednn": pack_,
-    "native": nativise_,
+    "native": nativise_exactly_,
 }
 
 Times = dict[str, dict[int, float]]
@@ -70,7 +71,8 @@ def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, q
     `rows`: stored by rows, as loaded; linears that read the same input are joined in one tensor. `columns`: joined in
     the same way, and stored by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; the
     unpacked weights are freed, but a head tied to the embedding is then stored twice. `native`: stored by rows for
-    selfspec's own CPU kernels (`native.py`), for the dtypes of `onednn`; needs a C++ compiler. `auto`: the layout timed
+    selfspec's own CPU kernels (`native.py`), for the dtypes of `onednn`; needs a C++ compiler. Float32 weights are then
+    held in 16 bits where that is exact (`half_storage.py`), and can be neither moved nor cast. `auto`: the layout timed
     as fastest on this machine for plain decoding; with `drafting`, for drafting and verification; with
     `quantized_drafts` in addition, for quantised drafts. A model outside `FAMILIES` keeps `rows`. Raises
     `SelfspecError` for an unknown layout, and for a layout that this model cannot have.
@@ -96,8 +98,10 @@ def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, q
             raise SelfspecError(
                 "layout 'native' is for float32 and bfloat16 weights on a CPU; expected auto, rows or columns"
             )
-    for group in (*parts.groups(), parts.head):
-        _LAY[layout](group)
+        nativise_model_(model, parts)
+    else:
+        for group in (*parts.groups(), parts.head):
+            _LAY[layout](group)
     return layout
 
 
@@ -128,7 +132,7 @@ def weight_bytes(model: Any) -> int:
     storages = [local_weight(p).untyped_storage() for p in model.parameters() if not p.is_meta]
     bytes_by_storage: dict[int, int] = {storage.data_ptr(): storage.nbytes() for storage in storages}
     packed = {id(m.packed): m.packed for m in model.modules() if isinstance(m, PackedLinear)}
-    blocks = [m.blocks for m in model.modules() if isinstance(m, (BlockLinear, BlockEmbedding))]
+    blocks = [m.blocks for m in model.modules() if isinstance(m, (StoredLinear, StoredEmbedding))]
     unique_blocks = {b.values.data_ptr(): b for b in blocks}
     return sum(
         [*bytes_by_storage.values(), *(p.bytes for p in packed.values()), *(b.bytes for b in unique_blocks.values())]
@@ -325,7 +329,7 @@ def _linear_like(module: Any) -> nn.Linear:
 def _path(parts: Parts) -> Path:
     """Return the cache file of the times for this kind of model, number of threads and machine."""
     shapes = [tuple(module.weight.shape) for group in parts.layers[0].groups for module in group.modules]
-    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
+    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA", "SELFSPEC_ISA")]
     what = [
         *settings,
         machine(torch.device("cpu")),
@@ -335,6 +339,7 @@ def _path(parts: Parts) -> Path:
         len(parts.layers),
         shapes,
         str(parts.head.module.weight.dtype),
+        str(half_of([module.weight for group in parts.layers[0].groups for module in group.modules])),
     ]
     return cached_file("layouts", what)
 

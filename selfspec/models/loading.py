@@ -13,7 +13,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
 from selfspec.basics.hub import unreachable
-from selfspec.models.adapters import base_of, is_adapter, merged
+from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabulary
 from selfspec.models.config_checks import check_config
 from selfspec.models.gguf import check_gguf, description, own_dtype, weights
 from selfspec.models.gguf_header import is_gguf
@@ -124,9 +124,9 @@ def check_model_name(name: str) -> None:
             except SelfspecError as error:
                 raise SelfspecError(f"{name} is a PEFT adapter: its {error}") from None
         elif kind(path / "config.json") != "file":
-            raise SelfspecError(
-                f"model {name}: the folder has no config.json; expected a model saved by save_pretrained"
-            )
+            files = sorted(path.glob("*.gguf"))
+            want = f"a GGUF file by its own path, such as {files[0]}" if files else "a model saved by save_pretrained"
+            raise SelfspecError(f"model {name}: the folder has no config.json; expected {want}")
     elif there != "missing":
         raise SelfspecError(f"model {name} is a file, but not a GGUF file; {want}")
     elif not _HUB_ID.fullmatch(name):
@@ -269,7 +269,8 @@ def read_identity(name: str) -> Identity:
         config = AutoConfig.from_pretrained(_readable(name), trust_remote_code=False)
         if config.model_type not in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             find_family(config, name)
-        return read(config)
+        identity, rows = read(config), saved_vocabulary(Path(name)) if is_adapter(Path(name)) else 0
+        return identity.model_copy(update={"vocabulary": max(rows, identity.vocabulary or 0) or None})
     except SelfspecError:
         raise
     except Exception as error:  # a broken configuration can raise anything
@@ -282,16 +283,22 @@ def stored_config(name: str) -> str | None:
     Raises `SelfspecError` if `name` cannot be a model.
     """
     check_model_name(name)
-    source = _source(name)
+    try:
+        return _stored(_source(name))
+    except ValueError:
+        raise SelfspecError(f"model {name}: neither an existing folder nor a valid hub id") from None
+
+
+def _stored(source: str) -> str | None:
+    """Return `source` if it is a folder, else the folder of a hub id's copy in the cache, None if there is none.
+
+    Raises `HFValidationError`, a `ValueError`, for a name that is no hub id.
+    """
     if kind(Path(source)) == "folder":
         return source
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
-    try:
-        file = try_to_load_from_cache(source, "config.json")
-    except HFValidationError:
-        raise SelfspecError(f"model {name}: neither an existing folder nor a valid hub id") from None
+    file = try_to_load_from_cache(source, "config.json")
     return str(Path(file).parent) if isinstance(file, str) else None
 
 
@@ -315,7 +322,8 @@ def _base(name: str) -> str:
 
 def _tokenizer_source(name: str) -> str:
     """Return where to load the tokenizer from: an adapter's folder if it has a tokenizer, else `_source(name)`."""
-    return name if is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file" else _source(name)
+    has_own = is_adapter(Path(name)) and kind(Path(name) / "tokenizer_config.json") == "file"
+    return name if has_own else _reachable(_source(name))
 
 
 def _source(name: str) -> str:
@@ -327,10 +335,19 @@ def _source(name: str) -> str:
 
 
 def _readable(name: str) -> str:
-    """Return `_source(name)` after `check_at_hand` and `check_config`. Raises as these functions do."""
+    """Return where to read a model from, after `check_at_hand` and `check_config`. Raises as these functions do."""
     check_at_hand(name)
-    check_config(name, source := _source(name))
+    check_config(name, source := _reachable(_source(name)))
     return source
+
+
+def _reachable(source: str) -> str:
+    """Return a hub id's copy in the cache if the hub does not answer, else `source`.
+
+    For a hub id, `from_pretrained` would ask the hub for newer files first, and wait for each of them.
+    """
+    stored = _stored(source)
+    return source if stored in (None, source) or unreachable() is None else stored
 
 
 def _device(name: str) -> torch.device:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -115,6 +115,14 @@ The product may have another dtype.
 """
 
 
+@runtime_checkable
+class Rounding(Protocol):
+    """A kernel that rounds weights to nearest itself, faster than `quantize`."""
+
+    def rounded(self, weight: Tensor, bits: Bits) -> Call | None:
+        """Return the product with `quantize(weight, bits)`; None if the kernel cannot round the weight."""
+
+
 def fake(weight: QuantizedWeight, dtype: torch.dtype) -> Call:
     """Return the product with the dequantised weight in `dtype`: the reference for other kernels, and no faster."""
     dequantized = weight.weight(dtype).t()
@@ -140,8 +148,9 @@ class FusedQuantizedLinear:
         """The product of rows `[N, in]` with the quantised weights."""
         assert self._made_of is not None
         (weight, bias, bits, kernel), self._made_of = self._made_of, None
-        quantized = weight if isinstance(weight, QuantizedWeight) else quantize(weight, bits)
-        multiply = kernel(quantized, self.dtype)
+        multiply = kernel.rounded(weight, bits) if isinstance(weight, Tensor) and isinstance(kernel, Rounding) else None
+        if multiply is None:
+            multiply = kernel(weight if isinstance(weight, QuantizedWeight) else quantize(weight, bits), self.dtype)
         if bias is not None and isinstance(multiply, InPlace):
             return multiply.with_bias(bias)
         return multiply if bias is None else lambda x: multiply(x).to(bias.dtype) + bias

@@ -16,7 +16,7 @@
 #elif defined(__ARM_FEATURE_FMA)
 #include <arm_neon.h>
 #endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define TILES
@@ -41,12 +41,19 @@ typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
 typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4 };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4, STORED_BFLOAT16 = 16, FLOAT16 };
 
-// A weight [out, in]. INT8: values * scale, a bfloat16 for each output. INT4: (values - 8) * scale + zero, for each
-// output and 2^group inputs the two as one number of 32 bits, the zero's first; of 32 inputs, the first 16 are the low
-// halves of 16 bytes, the others the high halves. BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and
-// values * scale + zero with values as INT4's, for each output and 32 inputs, scales and zeros float16, the scale first.
+// A weight [out, in]. STORED_BFLOAT16 and FLOAT16: of a float32 model whose weights they hold exactly; sums have the bits
+// that those of FLOAT32 have.
+//
+// BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and values * scale + zero, for each
+// output and 32 inputs, scales and zeros float16, the scale first; of BLOCKS4's 32 inputs, the first 16 are the low halves
+// of 16 bytes, the others the high halves.
+//
+// INT8 and INT4 in tiles of 16 outputs, padded with zeros. INT8: (bytes - 128) * scale, a bfloat16 for each output; of a
+// tile, 4 inputs of each output, then the next 4, up to a multiple of 32 inputs. INT4: (values - 8) * scale + zero; of a
+// tile, 8 inputs of each output as 4 bytes, of which the low halves are the first 4 inputs; for 2^group inputs the 16
+// scales, then the 16 zeros, each bfloat16.
 struct Weight {
     int64_t kind, out, in, group, bias_kind;  // the bias is FLOAT32 or BFLOAT16
     const char *values;
@@ -95,7 +102,15 @@ struct Place {
 };
 
 INLINE floats at(const float *p) { return *(const floats *)p; }
-INLINE floats at(const uint16_t *p) { return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16); }
+INLINE floats at(const uint16_t *p) {
+#if V == 16  // asked for, as compilers widen in two halves otherwise
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif V == 8 && defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    return (floats)(__builtin_convertvector(*(const halves *)p, ints) << 16);
+#endif
+}
 INLINE void keep(float *p, float x) { *p = x; }
 INLINE void keep(uint16_t *p, float x) {  // to the nearest, the even one of two
     uint32_t bits;
@@ -142,6 +157,19 @@ INLINE float float16(uint16_t x) {
     bits |= sign;
     memcpy(&f, &bits, 4);
     return f;
+#endif
+}
+INLINE floats at_float16(const uint16_t *p) {
+#if V == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif V == 8 && defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif V == 4 && defined(__aarch64__)
+    return (floats)vcvt_f32_f16(vld1_f16((const float16_t *)p));
+#else
+    floats x;
+    for (int i = 0; i < V; i++) x[i] = float16(p[i]);
+    return x;
 #endif
 }
 INLINE ints widened(const int8_t *p) {
@@ -238,31 +266,22 @@ INLINE floats exponential(floats x) {
 }
 
 constexpr int64_t BLOCK = 32;  // inputs that share a scale, of BLOCKS8 and BLOCKS4
-constexpr bool grouped(int kind) { return kind == INT4 || kind == BLOCKS8 || kind == BLOCKS4; }
+constexpr bool grouped(int kind) { return kind == BLOCKS8 || kind == BLOCKS4; }
 
 template <int K> INLINE int64_t row_bytes(int64_t in) {
-    return K == FLOAT32 ? 4 * in : K == BFLOAT16 ? 2 * in : K == INT8 || K == BLOCKS8 ? in : in / 2;
+    return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 ? 2 * in : K == BLOCKS8 ? in : in / 2;
 }
 
-// V values of a weight's row from input k on; without scales, and of no kind in int4.
+// V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
 template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
-    if constexpr (K == BFLOAT16) return at((const uint16_t *)row + k);
-    return to_floats(widened((const int8_t *)row + k));
+    if constexpr (K == FLOAT16) return at_float16((const uint16_t *)row + k);
+    return at((const uint16_t *)row + k);
 }
 template <int K> INLINE float load_one(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return ((const float *)row)[k];
-    if constexpr (K == BFLOAT16) return bfloat16(((const uint16_t *)row)[k]);
-    return ((const int8_t *)row)[k];  // INT4's inputs come by 32
-}
-
-// What INT4's low halves stand for, less 8.
-INLINE floats signed_halves(ints x) {
-#if V == 16
-    return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
-#else
-    return to_floats((x & 15) - 8);
-#endif
+    if constexpr (K == FLOAT16) return float16(((const uint16_t *)row)[k]);
+    return bfloat16(((const uint16_t *)row)[k]);
 }
 
 // What BLOCKS4's low halves stand for.
@@ -304,33 +323,6 @@ template <int R, int O> INLINE void add_products(const float *x, int64_t ldx, co
         const floats of_row = held(at(x + r * ldx));
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) a[r][i] = fused(of_row, weights[i], a[r][i]);
-    }
-}
-template <int R, int O>
-INLINE void sums_of_halves(const Weight &w, const char *from, const uint32_t *grid, const float *x, int64_t ldx, floats (&a)[R][O]) {
-    const int64_t row = w.in / 2, groups = w.in >> w.group;
-    for (int64_t k = 0; k < w.in; k += 32) {
-        floats scale[O], zero[O];
-#pragma GCC unroll 12
-        for (int i = 0; i < O; i++) {
-            ints both = ints{} + (int32_t)grid[i * groups + (k >> w.group)];
-            scale[i] = (floats)(both << 16);
-            zero[i] = (floats)(both & (int32_t)0xffff0000);
-            if ((k & 127) == 0) __builtin_prefetch(from + (O + i) * row + k / 2);
-        }
-        for (int j = 0; j < 16; j += V) {
-            ints both[O];
-            floats half[O];
-#pragma GCC unroll 12
-            for (int i = 0; i < O; i++) {
-                both[i] = widened((const int8_t *)from + i * row + k / 2 + j);
-                half[i] = fused(signed_halves(both[i]), scale[i], zero[i]);
-            }
-            add_products<R, O>(x + k + j, ldx, half, a);
-#pragma GCC unroll 12
-            for (int i = 0; i < O; i++) half[i] = fused(signed_halves(both[i] >> 4), scale[i], zero[i]);
-            add_products<R, O>(x + k + 16 + j, ldx, half, a);
-        }
     }
 }
 
@@ -380,9 +372,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
     const char *from = w.values + o * row;
     floats a[R][O] = {};
     int64_t k = w.in;
-    if constexpr (K == INT4)
-        sums_of_halves<R, O>(w, from, (const uint32_t *)w.scale + o * (w.in >> w.group), x, ldx, a);
-    else if constexpr (grouped(K))
+    if constexpr (grouped(K))
         sums_of_blocks<K, R, O>(w, from, (const uint16_t *)w.scale + o * (w.in / BLOCK) * (K == BLOCKS4 ? 2 : 1), x, ldx, a);
     else
         k = sums<K, R, O, SIDE>(w, from, row, SIDE ? side : x, ldx, a);
@@ -393,7 +383,6 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
             float sum = sums_of[r * O + i];
             if constexpr (!grouped(K))
                 for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
-            if constexpr (K == INT8) sum *= bfloat16(((const uint16_t *)w.scale)[o + i]);
             put(w, o + i, sum, y + r * ldy + o + i, add);
         }
 }
@@ -501,39 +490,23 @@ INLINE float scaled_to(float most, const float *x, int64_t size, float *back) {
 #if defined(TILES)
 #include "tiles.h"
 #endif
-#if defined(__AVX2__) && defined(__FMA__)
-#include "whole.h"
-#define WHOLE
-#endif
+#include "quantized.h"
 
 constexpr int64_t NEAR = 512;  // outputs whose weights stay near while more rows than a tile has are multiplied
 
-// By tiles where there are such, but for outputs and inputs that fill none.
-template <int K>
+// BFLOAT16 by tiles where there are such, but for outputs and inputs that fill none.
 static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
 #if defined(TILES)
-    if (w.in % LINE<K> == 0 && rows >= 1 && tiles_allowed()) {
+    if (w.in % LINE == 0 && rows >= 1 && tiles_allowed()) {
         const int64_t whole = from + (to - from) / LINES * LINES;
         for (int64_t end; from < whole; from = end) {
             end = rows > LINES && whole - from > NEAR ? from + NEAR : whole;
             for (int64_t r = 0; r < rows; r += LINES)
-                tiled<K>(w, from, end, x + r * ldx, ldx, y + r * ldy, ldy, rows - r < LINES ? rows - r : LINES, add);
+                tiled(w, from, end, x + r * ldx, ldx, y + r * ldy, ldy, rows - r < LINES ? rows - r : LINES, add);
         }
     }
 #endif
-    part<K>(w, from, to, x, ldx, y, ldy, rows, add);
-}
-
-// Weights in few bits, by tiles or in whole numbers where that is faster.
-template <int K>
-static void in_few_bits(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-#if defined(TILES)
-    if (K == INT8 && w.in % LINE<INT8> == 0 && tiles_allowed()) return by_tiles<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
-#endif
-#if defined(WHOLE)
-    if (V == 8 || K == INT8) return in_whole<K>(w, from, to, x, ldx, y, ldy, rows, add);
-#endif
-    part<K>(w, from, to, x, ldx, y, ldy, rows, add);
+    part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
 constexpr int64_t MOST_AT_ONCE = 512;  // rows: each thread keeps what it makes of all that are multiplied at once
@@ -543,10 +516,12 @@ static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, 
         multiply(w, from, to, x, ldx, y, ldy, MOST_AT_ONCE, add);
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
-        case BFLOAT16: return by_tiles<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
-        case INT8: return in_few_bits<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
-        case INT4: return in_few_bits<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
+        case BFLOAT16: return by_tiles(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT8: return quantized<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
+        case INT4: return quantized<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
         case BLOCKS8: return part<BLOCKS8>(w, from, to, x, ldx, y, ldy, rows, add);
+        case STORED_BFLOAT16: return part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);  // by no tiles, as FLOAT32
+        case FLOAT16: return part<FLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
         default: return part<BLOCKS4>(w, from, to, x, ldx, y, ldy, rows, add);
     }
 }
@@ -874,12 +849,13 @@ void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, i
     }
 }
 
-// y [rows, out] = x [rows, in] times a FLOAT32 weight, without its bias: by tiles, or by long vectors; 0, and nothing done,
-// where there are neither.
+// y [rows, out] = x [rows, in] times a weight of a float32 model, without its bias: by tiles, which only FLOAT32 has, or by
+// long vectors; 0, and nothing done, where there are neither.
 int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t threads) {
-    if (w->kind != FLOAT32) return 0;
+    if (w->kind != FLOAT32 && w->kind != STORED_BFLOAT16 && w->kind != FLOAT16) return 0;
 #if defined(TILES)
-    if (w->in % 32 == 0 && w->out % LINES == 0 && tiles_allowed()) return many_by_tiles(w, x, ldx, y, ldy, rows, threads);
+    if (w->in % 32 == 0 && w->out % LINES == 0 && tiles_allowed())
+        return w->kind == FLOAT32 ? many_by_tiles(w, x, ldx, y, ldy, rows, threads) : 0;
 #endif
 #if V >= 16
     Weight without = *w;
@@ -889,6 +865,23 @@ int64_t selfspec_multiply_many(const Weight *w, const float *x, int64_t ldx, flo
 #else
     return 0;
 #endif
+}
+
+// Quantises a weight [out, in] of `from`, FLOAT32 or BFLOAT16, to `kind`, INT8 or INT4, rounding to nearest, as `Weight`
+// describes them. `group`: as of a `Weight`.
+void selfspec_quantize(int64_t from, int64_t kind, const void *weights, int64_t out, int64_t in, int64_t group, char *values, void *scale, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Team team;
+        const int64_t tiles = (out + TILE - 1) / TILE;
+        for (int64_t tile = team.share(tiles, 1); tile < team.end(tiles, 1); tile++) {
+            uint16_t *const scales = (uint16_t *)scale;
+            if (from == FLOAT32 && kind == INT8) quantize_tile<INT8>((const float *)weights, out, in, group, tile, values, scales);
+            if (from == FLOAT32 && kind == INT4) quantize_tile<INT4>((const float *)weights, out, in, group, tile, values, scales);
+            if (from == BFLOAT16 && kind == INT8) quantize_tile<INT8>((const uint16_t *)weights, out, in, group, tile, values, scales);
+            if (from == BFLOAT16 && kind == INT4) quantize_tile<INT4>((const uint16_t *)weights, out, in, group, tile, values, scales);
+        }
+    }
 }
 
 // Floats of scratch that `selfspec_pass` computes in.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
 from selfspec.models.low_precision import QuantizedWeight
 from selfspec.models.native_library import library
+from selfspec.models.packed_weight import PackedWeight
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
 # Native products are timed one by one, and their times multiplied by this factor: a native pass has no overhead between
@@ -26,7 +27,6 @@ ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a
 # models.
 IN_A_PASS = 0.7
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _INT4 = 2, 3
 
 
 class Weight(ctypes.Structure):
@@ -96,24 +96,16 @@ class NativeProduct:
     any number of rows. Raises `SelfspecError` if the compiled library is not available.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight | PackedWeight, bias: Tensor | None = None) -> None:
+        weight = PackedWeight.of(weight) if isinstance(weight, QuantizedWeight) else weight
         self._weight = weight
         self._wide: Tensor | None = None  # the transposed weight, for many rows
-        scale = None
-        if isinstance(weight, QuantizedWeight):
-            values, scale, zero = weight.values, weight.scale.contiguous(), weight.zero
-            (self.out, self.into), group = values.shape, 0
-            kind = _INT8 if zero is None else _INT4
-            if zero is not None:
-                group = (values.shape[1] // scale.shape[1]).bit_length() - 1
-                scale = torch.stack([scale, zero], -1)
-                halves = values.view(self.out, -1, 2, 16)
-                values = halves[:, :, 0] | (halves[:, :, 1] << 4)
-                self._weight = replace(weight, values=values, scale=scale[..., 0], zero=scale[..., 1])
+        if isinstance(weight, PackedWeight):
+            self.out, self.into = weight.out, weight.into
+            self._describe(weight.kind, weight.group, weight.values, weight.scale, bias)
         else:
-            values, kind, group = weight, KINDS[weight.dtype], 0
             self.out, self.into = weight.shape
-        self._describe(kind, group, values.contiguous(), scale, bias)
+            self._describe(KINDS[weight.dtype], 0, weight.contiguous(), None, bias)
 
     def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         """Set up the struct `Weight` for `native.cpp`; arguments are as its fields."""
@@ -158,25 +150,25 @@ class NativeProduct:
         )
 
     def _of_many(self, x: Tensor) -> Tensor:
-        if self.values.dtype == x.dtype == torch.float32 and x.stride(1) == 1:
-            out = torch.empty(len(x), self.out)
-            args = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
-            if self._multiply_many(self.address, *args, torch.get_num_threads()):
-                return out if self.bias is None else out.add_(self.bias)
+        if self.values.dtype == x.dtype == torch.float32 and (many := self._many_in_float32(x)) is not None:
+            return many
         if self.values.dtype != torch.float32 and not torch_has_bfloat16():
             return self.batch_invariant(x)
         if self._wide is None:
-            weight = self._unpacked_weight()
-            self._wide = (weight.weight(torch.bfloat16) if isinstance(weight, QuantizedWeight) else weight).t()
+            weight = self._weight
+            self._wide = (weight if isinstance(weight, Tensor) else weight.unpacked().weight(torch.bfloat16)).t()
         out = x.to(self._wide.dtype) @ self._wide
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
-    def _unpacked_weight(self) -> Tensor | QuantizedWeight:
-        """Return the weight that this product was made from; an int4 weight is unpacked to one value per byte."""
-        if isinstance(self._weight, Tensor) or self._weight.bits == 8:
-            return self._weight
-        halves = self.values.view(self.out, -1, 1, 16)
-        return replace(self._weight, values=torch.cat([halves & 15, (halves >> 4) & 15], 2).view(self.out, self.into))
+    def _many_in_float32(self, x: Tensor) -> Tensor | None:
+        """Return the product of many float32 rows with a float32 model's weight; None if no native kernel is faster."""
+        if x.stride(1) != 1:
+            return None
+        out = torch.empty(len(x), self.out)
+        args = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
+        if not self._multiply_many(self.address, *args, torch.get_num_threads()):
+            return None
+        return out if self.bias is None else out.add_(self.bias)
 
     @property
     def product(self) -> NativeProduct:
@@ -185,13 +177,13 @@ class NativeProduct:
 
     def with_bias(self, bias: Tensor) -> NativeProduct:
         """Return a product with the same weight and a bias `[out]`."""
-        return NativeProduct(self._unpacked_weight(), bias)
+        return NativeProduct(self._weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeProduct:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeProduct, (self._unpacked_weight(), self.bias)
+        return NativeProduct, (self._weight, self.bias)
 
 
 class NativeLinear(PartLinear):

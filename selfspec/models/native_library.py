@@ -1,10 +1,12 @@
 """Compilation of `native.cpp` for this machine, once (seconds), and loading of the compiled library (milliseconds).
 
-The C++ compiler is `CXX` (environment variable), or else the system's compiler.
+The C++ compiler is `CXX` (environment variable), or else the system's compiler. `SELFSPEC_ISA` chooses an instruction
+set below this processor's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -14,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -32,13 +34,21 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-w")
 # Flag sets for OpenMP and this processor's instructions, tried in turn; some compilers have no OpenMP.
 _HERE = (("-fopenmp", "-march=native"), ("-fopenmp", "-mcpu=native"), ("-fopenmp",), ("-march=native",), ())
+# Instruction sets that `SELFSPEC_ISA` may name: the compiler's flags, and what the (x86) processor must have.
+ISAS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "sse": (("-march=x86-64",), frozenset()),
+    "avx2": (("-march=x86-64-v3",), frozenset({"avx2", "fma", "f16c", "bmi2"})),
+    "avxvnni": (("-march=x86-64-v3", "-mavxvnni"), frozenset({"avx2", "fma", "f16c", "bmi2", "avx_vnni"})),
+    "avx512": (("-march=x86-64-v4",), frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
+    "avx512vnni": (("-march=x86-64-v4", "-mavx512vnni"), frozenset({"avx512bw", "avx512vl", "avx512_vnni"})),
+}
 _OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
 _PATIENCE = 120  # timeout of the compiler in seconds
 
 
 def library() -> Any:
     """Return the compiled library, compiled if necessary. Raises `SelfspecError` with the reason if that fails."""
-    loaded = _library(os.environ.get("SELFSPEC_NATIVE", ""), os.environ.get("CXX", ""))
+    loaded = _library(*(os.environ.get(name, "") for name in ("SELFSPEC_NATIVE", "CXX", "SELFSPEC_ISA")))
     if isinstance(loaded, str):
         raise SelfspecError(loaded)
     return loaded
@@ -54,10 +64,15 @@ def available() -> bool:
 
 
 @lru_cache
-def _library(wanted: str, compiler: str) -> Any:
-    """Return the compiled library, or why there is none; the arguments are `SELFSPEC_NATIVE` and `CXX`."""
+def _library(wanted: str, compiler: str, isa: str = "") -> Any:
+    """Return the compiled library, or why there is none.
+
+    The arguments are the environment variables `SELFSPEC_NATIVE`, `CXX` and `SELFSPEC_ISA`.
+    """
     if wanted == "0":
         return "native kernels are turned off by SELFSPEC_NATIVE=0"
+    if isa and (problem := _missing(isa)):
+        return problem
     names = [compiler] if compiler else ["c++", "g++", "clang++"]
     command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
     if command is None:
@@ -65,19 +80,23 @@ def _library(wanted: str, compiler: str) -> Any:
     sources = [part.read_text(encoding="utf-8") for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
     key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
-    name = hashlib.sha256(repr([*key, *command, _FLAGS, _HERE]).encode()).hexdigest()[:32]
-    folder = _folder()
-    for known in folder.glob(f"{name}.*.so"):
+    here = _HERE if not isa else tuple((*openmp, *ISAS[isa][0]) for openmp in (("-fopenmp",), ()))
+    name = hashlib.sha256(repr([*key, *command, _FLAGS, here]).encode()).hexdigest()[:32]
+    folders = _folders()
+    for known in (file for folder in folders for file in folder.glob(f"{name}.*.so")):
         try:
             if (loaded := _load(known)) is not None:
                 return loaded
         except (OSError, AttributeError):
-            known.unlink(missing_ok=True)
-    failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
-    if isinstance(problem := read_cached(failed), str):
-        return problem
+            with contextlib.suppress(OSError):
+                known.unlink()
     try:
-        made = _compile(command, folder, name)
+        writable = next((folder for folder in folders if os.access(folder, os.W_OK)), None)
+        folder = writable or Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        failed = folder / f"{name}.failed"  # cached, so that not every process retries a failing compiler
+        if isinstance(problem := read_cached(failed), str):
+            return problem
+        made = _compile(command, here, folder, name)
     except OSError as error:  # such as a full disk; not cached, as it is temporary
         return f"native kernels: {shlex.join(command)} failed: {error}; {_OTHERWISE}"
     try:
@@ -90,6 +109,14 @@ def _library(wanted: str, compiler: str) -> Any:
     return problem
 
 
+def _missing(isa: str) -> str | None:
+    """Return why the instruction set `isa` cannot be used here; None if it can."""
+    if isa not in ISAS:
+        return f"SELFSPEC_ISA={isa} is not known; expected one of {', '.join(ISAS)}"
+    missing = sorted(ISAS[isa][1] - set(_instructions().split()))
+    return f"SELFSPEC_ISA={isa}: this processor has no {', '.join(missing)}" if missing else None
+
+
 def _words(command: str) -> list[str]:
     try:
         return shlex.split(command)
@@ -97,21 +124,38 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def _folder() -> Path:
-    """Return the folder for compiled libraries: in the cache folder if only this user can write there.
+def _places() -> Iterator[Path]:
+    """Yield the folders for compiled libraries: in the cache folder, and in the folder for temporary files.
 
-    Otherwise a temporary folder: loading a library runs its code.
+    The second is for a cache folder that cannot be written to, such as on a read-only disk.
     """
-    folder = cache_folder() / "native"
+    yield cache_folder() / "native"
+    with contextlib.suppress(OSError):  # no folder for temporary files
+        user = os.getuid() if hasattr(os, "getuid") else "all"
+        yield Path(tempfile.gettempdir()) / f"selfspec-native-{user}"
+
+
+def _folders() -> list[Path]:
+    """Return the folders to look for libraries in, up to the first that can be written to."""
+    folders = list[Path]()
+    for place in _places():
+        if (folder := _private(place)) is not None:
+            folders.append(folder)
+            if os.access(folder, os.W_OK):
+                break
+    return folders
+
+
+def _private(folder: Path) -> Path | None:
+    """Return the folder, made if it is missing; None if it cannot be made, or others can write to it or above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
-        pass
-    else:
-        if is_private(folder):
-            return folder
-        _log.warning("%s: others may write there or above; the kernels are compiled for this run alone", folder)
-    return Path(tempfile.mkdtemp(prefix="selfspec-native-"))
+        return None
+    if is_private(folder):
+        return folder
+    _log.warning("%s: others may write there or above; compiled kernels are kept elsewhere", folder)
+    return None
 
 
 def _load(file: Path) -> Any:
@@ -140,14 +184,17 @@ def _instructions() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(command: Sequence[str], folder: Path, name: str) -> Path | str:
-    """Compile to a file atomically and return its path, or the compiler's error. Raises `OSError` if it cannot run."""
+def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Path, name: str) -> Path | str:
+    """Compile to a file atomically and return its path, or the compiler's error. Raises `OSError` if it cannot run.
+
+    `flags`: sets of flags, tried in turn.
+    """
     _log.warning("compiling native kernels for this processor, once ...")
     problem = ""
     handle, made = tempfile.mkstemp(dir=folder, suffix=".so")
     try:
-        for here in _HERE:
-            call = [*command, *_FLAGS, *here, str(_SOURCE), "-o", made]
+        for tried in flags:
+            call = [*command, *_FLAGS, *tried, str(_SOURCE), "-o", made]
             done = subprocess.run(call, capture_output=True, text=True, timeout=_PATIENCE, check=False)
             if done.returncode == 0:
                 os.chmod(made, 0o700)
@@ -169,6 +216,8 @@ def _typed(lib: Any) -> Any:
     lib.selfspec_multiply.restype = None
     lib.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]
     lib.selfspec_multiply_many.restype = number
+    lib.selfspec_quantize.argtypes = [number, number, pointer, number, number, number, pointer, pointer, number]
+    lib.selfspec_quantize.restype = None
     lib.selfspec_scratch.argtypes, lib.selfspec_scratch.restype = [pointer, pointer, number], number
     lib.selfspec_pass.argtypes = [pointer, pointer, pointer, pointer, pointer, number]
     lib.selfspec_pass.restype = None

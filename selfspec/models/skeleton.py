@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import UnsupportedModelError
-from selfspec.models.dispatch import check_hooks, check_places, containers, device_of, is_dense, weight_of
+from selfspec.models.dispatch import check_hooks, check_places, containers, device_of, dtype_of, is_dense, weight_of
 from selfspec.models.families import Parts, find_family, is_lean
 from selfspec.models.families.base import AttentionSpec, Block
 from selfspec.models.linears import Call, Moved
@@ -146,7 +146,7 @@ def _sizes(model: Any, parts: Parts) -> Sizes:
         kv_heads=_kv_heads(config),
         head_dim=parts.head_dim,
         eps=parts.eps,
-        dtype=parts.embedding.weight.dtype,
+        dtype=dtype_of(parts.embedding),
     )
     return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
 

@@ -1,15 +1,12 @@
 // AMX's tiles: as many outputs as a tile has lines, over as many inputs as a line has numbers. Part of `native.cpp`.
 //
-// A row is the sum of three parts: of bfloat16 numbers, to float32's last bit, or, for INT8 weights, of whole numbers of 8
-// bits, to 2^-24 of its largest. So products are exact, sums float32's or exact, and 16 rows take less than twice as long
-// as one. No row of a tile changes what comes of another.
+// A row is the sum of three parts of bfloat16 numbers, to float32's last bit. So products are exact, sums float32's, and 16
+// rows take less than twice as long as one. No row of a tile changes what comes of another.
 #pragma once
 
 constexpr int64_t LINES = 16, PARTS = 3;
-constexpr float MOST = 127 * 65536;  // whose parts, and those of what it may be rounded to, have 8 bits each
-template <int K> constexpr int64_t LINE = K == INT8 ? 64 : 32;  // inputs; of 4 bytes of a row's part each LINE / LINES
-template <int K> constexpr int64_t BLOCK_OF = K == INT8 ? LINES : 2 * LINES;  // outputs whose sums are in tiles at once
-template <int K> constexpr int64_t SUMS = K == INT8 ? PARTS : 1;  // of each output: parts' own, where they are whole numbers
+constexpr int64_t LINE = 32;             // inputs; of 4 bytes of a row's part each LINE / LINES
+constexpr int64_t BLOCK_OF = 2 * LINES;  // outputs whose sums are in tiles at once
 
 static bool tiles_allowed() {  // by Linux, which keeps tiles' state for those who ask
     static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
@@ -35,19 +32,6 @@ INLINE void in_parts(const float *x, __m512i (&part)[PARTS]) {
         part[p] = _mm512_permutex2var_epi16((__m512i)low, upper, (__m512i)high);
         low = _mm512_sub_ps(low, _mm512_and_ps(low, kept));
         high = _mm512_sub_ps(high, _mm512_and_ps(high, kept));
-    }
-}
-
-// 64 floats, each `by` times itself a whole number, in parts of 8 bits, the first the upper ones.
-INLINE void in_parts(const float *x, __m512 by, __m512i (&part)[PARTS]) {
-    for (int i = 0; i < 4; i++) {
-        __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i * V), by));
-        for (int64_t p = PARTS - 1; p >= 0; p--) {
-            __m128i *to = (__m128i *)&part[p] + i;
-            __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(left, 24), 24);
-            *to = _mm512_cvtepi32_epi8(low);
-            left = _mm512_srai_epi32(_mm512_sub_epi32(left, low), 8);
-        }
     }
 }
 
@@ -90,24 +74,15 @@ INLINE void gathered(const floats (&four)[4], floats (&row)[4]) {
     }
 }
 
-template <int K> INLINE void in_parts_of(const float *x, __m512 by, __m512i (&part)[PARTS]) {
-    if constexpr (K == INT8)
-        in_parts(x, by, part);
-    else
-        in_parts(x, part);
-}
-
-// Rows [rows, in] in parts [in / LINE, PARTS, LINES, filled] of 4 bytes of neighbouring inputs each; `back` [rows].
-template <int K> static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out, float *back) {
+// Rows [rows, in] in parts [in / LINE, PARTS, LINES, filled] of 4 bytes of neighbouring inputs each.
+static void split(const float *x, int64_t ldx, int64_t rows, int64_t in, uint32_t *out) {
     const int64_t wide = filled(rows);
     for (int64_t r = 0; r < rows; r += 4) {
         const int64_t n = rows - r < 4 ? rows - r : 4;
-        __m512 by[4];
-        for (int64_t i = 0; i < n; i++) by[i] = _mm512_set1_ps(K == INT8 ? scaled_to(MOST, x + (r + i) * ldx, in, back + r + i) : 1.0f);
         uint32_t *at = out + r;
         __m512i part[4][PARTS] = {};
-        for (int64_t k = 0; k < in; k += LINE<K>) {
-            for (int64_t i = 0; i < n; i++) in_parts_of<K>(x + (r + i) * ldx + k, by[i], part[i]);
+        for (int64_t k = 0; k < in; k += LINE) {
+            for (int64_t i = 0; i < n; i++) in_parts(x + (r + i) * ldx + k, part[i]);
             for (int64_t p = 0; p < PARTS; p++, at += LINES * wide)
                 if (rows == 1) {
                     _mm512_storeu_si512(at, part[0][p]);
@@ -119,95 +94,75 @@ template <int K> static void split(const float *x, int64_t ldx, int64_t rows, in
     }
 }
 
-// The sums of 16 outputs' tile, or, of parts' own, what they come to.
-template <int K, typename Load> INLINE floats whole_sum(Load load) {
-    floats sum = {};
-    for (int64_t p = 0; p < SUMS<K>; p++) sum = K == INT8 ? sum * 256.0f + to_floats((ints)load(p)) : (floats)load(p);
-    return sum;
-}
-
-// Adds a block's outputs on, o the first, kept in `sums` [SUMS, outputs, filled], to y.
-template <int K>
-INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float *sums, const float *back, float *y, int64_t ldy, int64_t rows, bool add) {
-    const int64_t wide = filled(rows), of_part = outputs * wide;
+// Adds a block's outputs on, o the first, kept in `sums` [outputs, filled], to y.
+INLINE void from_tiles(const Weight &w, int64_t o, int64_t outputs, const float *sums, float *y, int64_t ldy, int64_t rows, bool add) {
+    const int64_t wide = filled(rows);
     for (int64_t i = 0; i < outputs; i += LINES) {
-        floats bias = {}, scale = {};
+        floats bias = {};
         if (w.bias) bias = w.bias_kind == BFLOAT16 ? at((const uint16_t *)w.bias + o + i) : at((const float *)w.bias + o + i);
-        if (K == INT8) scale = at((const uint16_t *)w.scale + o + i);
         for (int64_t r = 0; r < rows; r += 4) {
             const float *from = sums + i * wide + r;
             floats row[4];
             if (rows == 1) {
-                row[0] = whole_sum<K>([&](int64_t p) { return _mm512_loadu_si512(from + p * of_part); });
+                row[0] = at(from);
             } else {
                 floats four[4];
-                for (int64_t q = 0; q < 4; q++)
-                    four[q] = whole_sum<K>([&](int64_t p) { return four_of(from + p * of_part + 4 * q * wide, wide); });
+                for (int64_t q = 0; q < 4; q++) four[q] = (floats)four_of(from + 4 * q * wide, wide);
                 gathered(four, row);
             }
             for (int64_t j = 0; j < 4 && r + j < rows; j++) {
-                floats sum = K == INT8 ? row[j] * (scale * back[r + j]) : row[j], *to = (floats *)(y + (r + j) * ldy + o + i);
-                *to = add ? *to + (sum + bias) : sum + bias;
+                floats *const to = (floats *)(y + (r + j) * ldy + o + i);
+                *to = add ? *to + (row[j] + bias) : row[j] + bias;
             }
         }
     }
 }
 
 // The sums of up to `BLOCK_OF` outputs, whose weights begin at `values`, with rows, filled up, in `parts`.
-template <int K>
 INLINE void block_of_tiles(const char *values, int64_t line, int64_t outputs, const uint32_t *parts, int64_t count, int64_t rows, float *sums) {
     const int64_t part = LINES * rows, by = 4 * rows;
     const bool two = outputs > LINES;
     _tile_zero(0);
     _tile_zero(1);
-    if (K == INT8) _tile_zero(2);
     for (int64_t k = 0; k < count; k++, parts += PARTS * part, values += 64) {
-        for (int64_t i = 0; i < BLOCK_OF<K>; i++) _mm_prefetch(values + (BLOCK_OF<K> + i) * line, _MM_HINT_T1);
+        for (int64_t i = 0; i < BLOCK_OF; i++) _mm_prefetch(values + (BLOCK_OF + i) * line, _MM_HINT_T1);
         _tile_loadd(3, values, line);
         _tile_loadd(5, parts, by);
         _tile_loadd(6, parts + part, by);
         _tile_loadd(7, parts + 2 * part, by);
-        if constexpr (K == INT8) {
-            _tile_dpbssd(0, 3, 5);
-            _tile_dpbssd(1, 3, 6);
-            _tile_dpbssd(2, 3, 7);
-        } else {
-            if (two) _tile_loadd(4, values + LINES * line, line);
-            _tile_dpbf16ps(0, 3, 5);
-            if (two) _tile_dpbf16ps(1, 4, 5);
-            _tile_dpbf16ps(0, 3, 6);
-            if (two) _tile_dpbf16ps(1, 4, 6);
-            _tile_dpbf16ps(0, 3, 7);
-            if (two) _tile_dpbf16ps(1, 4, 7);
-        }
+        if (two) _tile_loadd(4, values + LINES * line, line);
+        _tile_dpbf16ps(0, 3, 5);
+        if (two) _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(0, 3, 6);
+        if (two) _tile_dpbf16ps(1, 4, 6);
+        _tile_dpbf16ps(0, 3, 7);
+        if (two) _tile_dpbf16ps(1, 4, 7);
     }
     _tile_stored(0, sums, by);
     _tile_stored(1, sums + part, by);
-    if (K == INT8) _tile_stored(2, sums + 2 * part, by);
 }
 
-template <int K>
 static void tiled(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     static thread_local Kept kept;
-    const int64_t wide = filled(rows), count = w.in / LINE<K>, of_parts = count * PARTS * LINES * wide, line = 64 * count, of_sums = PARTS * LINES * wide;
+    const int64_t wide = filled(rows), count = w.in / LINE, of_parts = count * PARTS * LINES * wide, line = 64 * count, of_sums = BLOCK_OF * wide;
     uint32_t *const parts = (uint32_t *)kept.of((of_parts + 2 * of_sums) * 4);
-    float *sums = (float *)(parts + of_parts), *before = sums + of_sums, back[LINES];  // of these outputs, of those before
-    split<K>(x, ldx, rows, w.in, parts, back);
+    float *sums = (float *)(parts + of_parts), *before = sums + of_sums;  // of these outputs, of those before
+    split(x, ldx, rows, w.in, parts);
     TileShapes shapes;
     for (int t = 0; t < 8; t++) shapes.lines[t] = LINES, shapes.bytes[t] = t == 3 || t == 4 ? 64 : 4 * wide;
     _tile_loadconfig(&shapes);
     int64_t outputs = 0;
     for (int64_t o = from; o < to; o += outputs) {
         const int64_t last = outputs;
-        outputs = to - o < BLOCK_OF<K> ? to - o : BLOCK_OF<K>;
-        block_of_tiles<K>(w.values + o * line, line, outputs, parts, count, wide, sums);
-        if (last) from_tiles<K>(w, o - last, last, before, back, y, ldy, rows, add);  // they are in memory by now
+        outputs = to - o < BLOCK_OF ? to - o : BLOCK_OF;
+        block_of_tiles(w.values + o * line, line, outputs, parts, count, wide, sums);
+        if (last) from_tiles(w, o - last, last, before, y, ldy, rows, add);  // they are in memory by now
         float *const these = sums;
         sums = before;
         before = these;
     }
     _tile_release();
-    from_tiles<K>(w, to - outputs, outputs, before, back, y, ldy, rows, add);
+    from_tiles(w, to - outputs, outputs, before, y, ldy, rows, add);
 }
 
 // FLOAT32 weights and more rows than few: both in parts, of whose products those below 2^-24 of the first are left out.

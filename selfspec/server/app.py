@@ -21,7 +21,7 @@ from selfspec.server.service import Service
 def make_app(service: Service) -> FastAPI:
     """Return the app of a service, whose worker pool must be running when requests arrive."""
     app = FastAPI(title="selfspec", openapi_url=None)
-    app.add_middleware(AuthMiddleware, api_key=service.settings.api_key, log=service.log)
+    app.add_middleware(AuthMiddleware, api_key=service.settings.api_key, hosts=service.settings.hosts, log=service.log)
     if origins := service.settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from selfspec.text.guided import Guide
     from selfspec.text.prompt import Prompt
 
+CHARACTERS = 32  # maximum characters of a prompt for each token that fits; longer prompts are not tokenised
 _GUIDES = 32  # maximum number of JSON schemas whose guides are cached
 
 
@@ -58,7 +59,10 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Parser of requests for one model. Its methods are slow for long prompts; call them from one thread at a time.
+    """Parser of requests for one model.
+
+    `chat` and `completion` are slow for long prompts, and `guide` for new schemas. Each is to be called from one thread
+    at a time; `guide` can have a thread of its own.
 
     `longest`: the most tokens of one sequence that the KV cache of every replica holds.
     """
@@ -86,23 +90,56 @@ class RequestParser:
                 404, f"the model '{name[:200]}' does not exist; served: {served}", param="model", code="model_not_found"
             )
 
-    def chat(self, body: ChatBody) -> ParsedRequest:
-        """Parse a chat request. Raises `ApiError`."""
-        messages = read_messages(body.messages)
-        return self._parse(body, body.top, [("messages", self._encode(messages, "messages"))], echo=False)
+    def guide(self, body: BaseRequest) -> Guide | None:
+        """Return the guide of a request's response format; None: any text is allowed. Raises `ApiError`."""
+        schema = None if body.response_format is None else body.response_format.schema_text
+        if schema is None:
+            return None
+        key = json.dumps(schema)
+        if key not in self._guides:
+            try:
+                self._guides[key] = self._llm.guide(json_schema=schema)
+            except SelfspecError as error:
+                raise wrong(str(error), "response_format") from None
+            if len(self._guides) > _GUIDES:
+                self._guides.popitem(last=False)
+        self._guides.move_to_end(key)
+        return self._guides[key]
 
-    def completion(self, body: CompletionBody) -> ParsedRequest:
-        """Parse a completion request. Raises `ApiError`."""
+    def chat(self, body: ChatBody, guide: Guide | None) -> ParsedRequest:
+        """Parse a chat request; `guide` is that of `self.guide`. Raises `ApiError`."""
+        messages = read_messages(body.messages)
+        self._check_length(sum(len(entry["content"]) for entry in messages), "messages")
+        prompts = [("messages", self._encode(messages, "messages"))]
+        return self._parse(body, body.top, prompts, guide, echo=False)
+
+    def completion(self, body: CompletionBody, guide: Guide | None) -> ParsedRequest:
+        """Parse a completion request; `guide` is that of `self.guide`. Raises `ApiError`."""
+        for prompt in body.prompts:
+            self._check_length(len(prompt), "prompt")
         prompts = [("prompt", self._encode(prompt, "prompt")) for prompt in body.prompts]
-        return self._parse(body, body.top, prompts, echo=body.echo)
+        return self._parse(body, body.top, prompts, guide, echo=body.echo)
+
+    def _check_length(self, length: int, param: str) -> None:
+        """Raise `ApiError` for a prompt of more characters, or token ids, than can fit."""
+        most = CHARACTERS * self.max_model_len
+        if length > most:
+            message = f"the prompt has {length} characters or token ids; expected at most {most}"
+            raise wrong(message, param, "context_length_exceeded")
 
     def _parse(
-        self, body: BaseRequest, top: int | None, prompts: Sequence[tuple[str, list[int]]], *, echo: bool
+        self,
+        body: BaseRequest,
+        top: int | None,
+        prompts: Sequence[tuple[str, list[int]]],
+        guide: Guide | None,
+        *,
+        echo: bool,
     ) -> ParsedRequest:
         if body.stream_options is not None and not body.stream:
             raise wrong("stream_options: given without stream; expected stream: true", "stream_options")
         base_options = replace(
-            self._options(body), adapter=body.model if body.model in self._llm.adapters.names else None
+            self._options(body, guide), adapter=body.model if body.model in self._llm.adapters.names else None
         )
         texts, shown = [], []
         for param, ids in prompts:
@@ -134,7 +171,7 @@ class RequestParser:
         except SelfspecError as error:
             raise wrong(str(error), param) from None
 
-    def _options(self, body: BaseRequest) -> Options:
+    def _options(self, body: BaseRequest, guide: Guide | None) -> Options:
         """Return the decoding options that do not depend on the prompt."""
         from selfspec.llm.options import Options
 
@@ -148,14 +185,13 @@ class RequestParser:
             if unknown := next((token for token in body.biases if not 0 <= token < vocabulary), None):
                 raise wrong(f"token {str(unknown)[:20]} is not in the vocabulary of {vocabulary}", "logit_bias")
             settings["sequence_bias"] = [[[token], bias] for token, bias in body.biases.items()]
-        schema = None if body.response_format is None else body.response_format.schema_text
         sampled = body.temperature > 0
         return Options(
             temperature=body.temperature,
             top_k=body.top_k if body.top_k > 0 and sampled else None,
             top_p=body.top_p if body.top_p < 1 and sampled else None,
             stop=body.stops,
-            guide=None if schema is None else self._guide(schema),
+            guide=guide,
             settings=settings,
         )
 
@@ -188,15 +224,3 @@ class RequestParser:
             return self._llm.plan(ids, options)
         except SelfspecError as error:
             raise wrong(str(error)) from None
-
-    def _guide(self, schema: dict[str, Any]) -> Guide:
-        key = json.dumps(schema)
-        if key not in self._guides:
-            try:
-                self._guides[key] = self._llm.guide(json_schema=schema)
-            except SelfspecError as error:
-                raise wrong(str(error), "response_format") from None
-            if len(self._guides) > _GUIDES:
-                self._guides.popitem(last=False)
-        self._guides.move_to_end(key)
-        return self._guides[key]

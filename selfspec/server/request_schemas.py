@@ -106,7 +106,7 @@ class BaseRequest(Strict):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[Integer, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
@@ -139,6 +139,11 @@ class BaseRequest(Strict):
     def limit(self) -> int | None:
         """The requested maximum number of new tokens; None: not requested."""
         return self.max_tokens
+
+    @property
+    def num_texts(self) -> int:
+        """The number of requested texts. Raises `ApiError`."""
+        return self.n
 
 
 class ChatBody(BaseRequest):
@@ -203,6 +208,11 @@ class CompletionBody(BaseRequest):
         if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
             return prompt
         raise wrong("expected a text, token ids, or a list of either, none of them empty", "prompt")
+
+    @property
+    def num_texts(self) -> int:
+        """The number of requested texts: `n` for each prompt. Raises `ApiError`."""
+        return self.n * len(self.prompts)
 
 
 def read_body(kind: type[Body], raw: bytes) -> Body:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from selfspec.basics.files import json_line
 from selfspec.server.errors import ApiError
 from selfspec.server.middleware import NOTES, refusal
+from selfspec.server.protocol import ABORT
 from selfspec.server.request_state import Call, EndReason, TextUpdate
 from selfspec.server.response_schemas import ResponseSchema, Spell, cut_short, finish_reason, sources, usage
 from selfspec.server.worker_pool import WorkerPool
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from selfspec.llm.request import TokenLogprobs
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+LAST = 5  # seconds for responses to reach their clients once their texts have ended
 GONE = ApiError(499, "the client went away")
+TIMED_OUT = ApiError(504, "the request timed out before its first token", code="timeout")
 _CUT = {
     EndReason.GONE: GONE,
-    EndReason.TIME: ApiError(504, "the request timed out before its first token", code="timeout"),
+    EndReason.TIME: TIMED_OUT,
     EndReason.SHUTDOWN: ApiError(503, "the server is ending", headers={"Retry-After": "10"}),
 }
 
@@ -62,7 +65,7 @@ class Answer(Response):
         notes = scope.get(NOTES, {})
         self._name = f"{self._shape.prefix}{notes.get('id', '')}"
         try:
-            async with self._cancel_on_disconnect(receive):
+            async with self._cancel_on_disconnect(receive, scope.get(ABORT, lambda: None)):
                 if self._call.parsed.stream:
                     await self._stream(scope, receive, send)
                 else:
@@ -72,15 +75,20 @@ class Answer(Response):
             notes.update(_noted(self._call))
 
     @contextlib.asynccontextmanager
-    async def _cancel_on_disconnect(self, receive: Receive) -> AsyncIterator[None]:
-        call, pool = self._call, self._pool
+    async def _cancel_on_disconnect(self, receive: Receive, abort: Callable[[], None]) -> AsyncIterator[None]:
+        """End the call if the client disconnects, and at its time limit; `LAST` seconds later, `abort` the connection.
+
+        A client that reads slowly does not get more time than that.
+        """
+        call, pool, loop = self._call, self._pool, asyncio.get_running_loop()
         left = max(0.0, self._timeout - call.times.seconds)
-        timer = asyncio.get_running_loop().call_later(left, pool.cancel, call, EndReason.TIME)
-        watch = asyncio.create_task(_when_gone(receive, lambda: pool.cancel(call, EndReason.GONE)))
+        timer, last = loop.call_later(left, pool.cancel, call, EndReason.TIME), loop.call_later(left + LAST, abort)
+        watch = asyncio.create_task(when_gone(receive, lambda: pool.cancel(call, EndReason.GONE)))
         try:
             yield
         finally:
             timer.cancel()
+            last.cancel()
             watch.cancel()
             if not call.ended:
                 pool.cancel(call, EndReason.GONE)
@@ -151,7 +159,8 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json_line(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _when_gone(receive: Receive, act: Callable[[], None]) -> None:
+async def when_gone(receive: Receive, act: Callable[[], object]) -> None:
+    """Call `act` once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
     act()

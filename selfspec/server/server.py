@@ -1,4 +1,4 @@
-"""The server process: its socket, its shutdown, and its timeout for request headers."""
+"""The server process: its socket and its shutdown."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.server.app import make_app
+from selfspec.server.protocol import backlog, limited_protocol
 from selfspec.server.request_state import EndReason
+from selfspec.server.responses import LAST
 from selfspec.server.service import Service
-
-LAST = 5  # seconds for responses to reach their clients once all texts have ended
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -55,7 +53,8 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, *, ready: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             make_app(service),
-            http=_impatient(service.settings.reading),
+            http=limited_protocol(service.settings),
+            backlog=backlog(),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -96,46 +95,3 @@ def serve(service: Service, sock: socket.socket, *, ready: Callable[[], None] = 
     `ready`: called once the server listens.
     """
     asyncio.run(Server(service, ready=ready).serve(sockets=[sock]))
-
-
-def _impatient(seconds: float) -> type[H11Protocol]:
-    """Return uvicorn's HTTP protocol, changed to close a connection whose request header takes over `seconds`."""
-
-    class Impatient(H11Protocol):
-        _head: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            if self._head is not None:
-                self._head.cancel()
-
-        def send_400_response(self, msg: str) -> None:
-            """Reject invalid HTTP and close the connection, after a 400 response unless a response has begun.
-
-            In both cases, a request of this connection that is still running ends as if its client had disconnected.
-            """
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                super().send_400_response(msg)
-            else:
-                self.transport.close()
-            if self.cycle is not None:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-
-        def _watch(self) -> None:
-            between = self.cycle is None or self.cycle.response_complete
-            if between and self._head is None:
-                self._head = self.loop.call_later(seconds, self.transport.close)
-            elif not between and self._head is not None:
-                self._head.cancel()
-                self._head = None
-
-    return Impatient

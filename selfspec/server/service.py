@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from selfspec.models.vocabularies import token_bytes_of
 from selfspec.server.errors import ApiError
 from selfspec.server.metrics import Metrics
 from selfspec.server.middleware import Log, log_line
+from selfspec.server.request_body import BodyBudget, read_raw
 from selfspec.server.request_parser import ParsedRequest, RequestParser
 from selfspec.server.request_schemas import BaseRequest, ChatBody, CompletionBody, read_body
 from selfspec.server.request_state import Call
 from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
-from selfspec.server.responses import GONE, Answer
+from selfspec.server.responses import GONE, TIMED_OUT, Answer, when_gone
 from selfspec.server.settings import Settings
 from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
+    from selfspec.text.guided import Guide
 
 Body = TypeVar("Body", bound=BaseRequest)
+_BODIES = 16  # bodies of the largest size that can be in preparation at a time
+Read = Callable[[Body, "Guide | None"], ParsedRequest]
 PATHS = ("/", "/v1/chat/completions", "/v1/completions", "/v1/models")  # labelled in the metrics
 
 
@@ -34,7 +39,7 @@ class Service:
     """Handlers of the requests for one model, which a worker pool decodes; a context manager that enters the pool.
 
     `log`: called with one log entry per request. A separate thread parses the requests, so that a long prompt does not
-    block other responses.
+    block other responses, and another makes the guides of those that have a response format.
     """
 
     def __init__(self, llm: LLM, pool: WorkerPool, settings: Settings, *, log: Log = log_line) -> None:
@@ -45,7 +50,9 @@ class Service:
         self.draining = False
         self._log = log
         self._spell = token_bytes_of(llm.tokenizer)
+        self._bodies = BodyBudget(_BODIES * settings.max_body)
         self._reading = ThreadPoolExecutor(1, "reading")
+        self._guiding = ThreadPoolExecutor(1, "guiding")
 
     def __enter__(self) -> Service:
         self.pool.__enter__()
@@ -55,6 +62,7 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._reading.shutdown(cancel_futures=True)
+        self._guiding.shutdown(cancel_futures=True)
         self.pool.__exit__(kind, error, traceback)
 
     @property
@@ -76,49 +84,48 @@ class Service:
         """Answer a completion request. Raises `ApiError`."""
         return await self._answer(request, CompletionBody, self.reader.completion, COMPLETION)
 
-    async def _answer(
-        self, request: Request, kind: type[Body], read: Callable[[Body], ParsedRequest], shape: ResponseSchema
-    ) -> Response:
-        raw = await read_raw(request, most=self.settings.max_body, seconds=self.settings.reading)
-        if self.draining:
-            raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
-        body = read_body(kind, raw)
-        self.reader.check_model(body.model)
-        parsed = await asyncio.get_running_loop().run_in_executor(self._reading, read, body)
+    async def _answer(self, request: Request, kind: type[Body], read: Read[Body], shape: ResponseSchema) -> Response:
+        start, settings = time.perf_counter(), self.settings
+        rows = settings.rows * len(self.pool.replicas)
+        retry_after = self.metrics.mean_seconds * (1 + self.pool.waiting / rows)
+        with self._bodies.reserve() as take:
+            raw = await read_raw(request, most=settings.max_body, seconds=settings.reading, take=take)
+            if self.draining:
+                raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+            body = read_body(kind, raw)
+            self.reader.check_model(body.model)
+            self.pool.check_room(body.num_texts, retry_after=retry_after)
+            parsed = await self._parsed(request, body, read)
         call = Call(parsed)
-        rows = self.settings.rows * len(self.pool.replicas)
-        self.pool.submit(call, retry_after=self.metrics.mean_seconds * (1 + self.pool.waiting / rows))
+        self.pool.submit(call, retry_after=retry_after)
         return Answer(
             call,
             self.pool,
             shape,
             spell=self._spell,
-            timeout=self.settings.timeout,
+            timeout=settings.timeout - (time.perf_counter() - start),
             ended=self.metrics.ended,
         )
 
+    async def _parsed(self, request: Request, body: Body, read: Read[Body]) -> ParsedRequest:
+        """Parse a body in the threads for it. Raises `ApiError`, also if the client leaves or the time is up."""
+        parsing = asyncio.create_task(self._parse(body, read))
+        gone = asyncio.create_task(when_gone(request.receive, parsing.cancel))
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                return await parsing
+        except TimeoutError:
+            raise TIMED_OUT from None
+        except asyncio.CancelledError:
+            if gone.done():
+                raise GONE from None
+            raise
+        finally:
+            gone.cancel()
 
-async def read_raw(request: Request, *, most: int, seconds: float) -> bytes:
-    """Return a request's body of at most `most` bytes, which must arrive within `seconds`.
-
-    The content type must be JSON, so that another site's page cannot post a request from a browser without a preflight.
-    Raises `ApiError` for a larger or late body, and for another content type.
-    """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "expected a body of JSON, and the header 'Content-Type: application/json'")
-    too_large = ApiError(413, f"the body is too large; expected at most {most} bytes", code="body_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and len(length) < 20 and int(length) > most:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise too_large
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {seconds:g} seconds") from None
-    except ClientDisconnect:
-        raise GONE from None
-    return bytes(body)
+    async def _parse(self, body: Body, read: Read[Body]) -> ParsedRequest:
+        loop = asyncio.get_running_loop()
+        guide = None
+        if body.response_format is not None:
+            guide = await loop.run_in_executor(self._guiding, self.reader.guide, body)
+        return await loop.run_in_executor(self._reading, read, body, guide)

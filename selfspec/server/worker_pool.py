@@ -83,23 +83,25 @@ class WorkerPool:
         """Whether any worker thread is alive."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def submit(self, call: Call, *, retry_after: float = 1.0) -> None:
-        """Queue a call's texts. `retry_after`: the seconds after which a refused client should try again.
+    def check_room(self, num_texts: int, *, retry_after: float = 1.0) -> None:
+        """Raise `ApiError` if the queue has no room for so many texts, and during shutdown.
 
-        Raises `ApiError` if the texts do not fit the queue, and during shutdown.
+        `retry_after`: the seconds after which a refused client should try again.
         """
         most = self._queue + self._rows * len(self.replicas)
-        if len(call.jobs) > most:
-            raise wrong(f"{len(call.jobs)} texts (n for each prompt); expected at most {most} texts", "n")
+        if num_texts > most:
+            raise wrong(f"{num_texts} texts (n for each prompt); expected at most {most} texts", "n")
+        if self._closing or not self.alive:
+            raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+        if self.running + len(self._pending) + num_texts > most:
+            seconds = min(MOST_SECONDS, max(1, round(retry_after)))
+            message = f"the queue is full: {self.running} texts are running, {len(self._pending)} wait; try again later"
+            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
+
+    def submit(self, call: Call, *, retry_after: float = 1.0) -> None:
+        """Queue a call's texts. Raises `ApiError` as `check_room` does."""
         with self._changed:
-            if self._closing or not self.alive:
-                raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
-            if self.running + len(self._pending) + len(call.jobs) > most:
-                seconds = min(MOST_SECONDS, max(1, round(retry_after)))
-                message = (
-                    f"the queue is full: {self.running} texts are running, {len(self._pending)} wait; try again later"
-                )
-                raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
+            self.check_room(len(call.jobs), retry_after=retry_after)
             self._pending.extend(call.jobs)
             self._changed.notify_all()
 

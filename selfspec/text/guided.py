@@ -7,11 +7,9 @@ another prefix. The draft's and the target's distributions are therefore masked 
 
 from __future__ import annotations
 
-import copy
 import json
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, reason, short
+from selfspec.text.grammar import PARSER_LIMITS, check_grammar
 
 _MAX_MASKS = 256  # cached masks, as each position of a draft is masked for drafting and again for verification
 
@@ -29,7 +28,7 @@ class Guide:
 
     One guide, made for a tokenizer, serves any number of generations. `ends`: the model's end-of-sequence tokens; the
     text ends when the grammar is complete. Raises `SelfspecError` if `llguidance` is not installed, and for a grammar
-    or a tokenizer that it cannot use.
+    (`check_guide`) or a tokenizer that it cannot use.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Guide:
         json_schema: str | Mapping[str, Any] | None = None,
     ) -> None:
         grammar = check_guide(regex=regex, json_schema=json_schema)
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
         from llguidance.hf import from_tokenizer
 
         self.ends = ends
@@ -51,7 +50,7 @@ class Guide:
             known = from_tokenizer(tokenizer, eos_token=sorted(ends))
         except ValueError as error:
             raise SelfspecError(f"guide: the tokenizer cannot be used: {error}") from error
-        self._matcher = LLMatcher(known, grammar, log_level=0)
+        self._matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         _raise(self._matcher)
 
     def processor(self, prompt: int, ends: frozenset[int]) -> LogitsProcessor:
@@ -69,86 +68,32 @@ class Guide:
 def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> str:
     """Return the grammar of a regular expression or a JSON schema, in `llguidance`'s format.
 
-    Raises `SelfspecError` for an invalid grammar, unless exactly one of both is given, and if `llguidance` is not
-    installed.
+    A child process with limits of time and memory checks the grammar. Raises `SelfspecError` for an invalid or too
+    complex grammar, unless exactly one of both is given, and if `llguidance` is not installed.
     """
     try:
-        from llguidance import LLMatcher
+        import llguidance  # noqa: F401
     except ImportError:
         raise SelfspecError(
             "guided generation needs llguidance; install it with: pip install 'selfspec[guided]'"
         ) from None
     if (regex is None) == (json_schema is None):
         raise SelfspecError("a guide is a regular expression or a JSON schema; expected one of them")
-    grammar, what = "", "JSON schema" if regex is None else f"regular expression {regex!r}"
+    what = "JSON schema" if regex is None else f"regular expression {short(regex)}"
     try:
-        if regex is not None:
-            grammar = LLMatcher.grammar_from_regex(regex)
-        else:
-            assert json_schema is not None
-            return _grammar_of_schema(json.loads(json_schema) if isinstance(json_schema, str) else dict(json_schema))
-        problem = LLMatcher.validate_grammar(grammar)
+        schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
+        if regex is None and not isinstance(schema, Mapping):
+            raise TypeError(f"{short(schema)}; expected an object, such as a pydantic class's model_json_schema()")
+        checked = check_grammar(regex=regex, json_schema=dict(schema) if isinstance(schema, Mapping) else None)
+    except RecursionError:
+        raise SelfspecError(f"{what}: nested too deeply") from None
     except (ValueError, TypeError) as error:
-        problem = str(error)
-    if problem and not problem.startswith("WARNING"):
-        raise SelfspecError(f"{what}: {_reason(problem)}")
-    return grammar
-
-
-def _grammar_of_schema(schema: Any) -> str:
-    """Return the grammar of a JSON schema.
-
-    Formats that `llguidance` does not know are annotations, which constrain nothing (JSON Schema 7.2.1). `oneOf` is
-    served as `anyOf`, with a warning, where `llguidance` cannot show that the alternatives exclude each other. Raises
-    `SelfspecError` for a schema that cannot be followed.
-    """
-    from llguidance import LLMatcher
-
-    if any("patternProperties" in part and part["patternProperties"] for part in _subschemas(schema)):
-        raise SelfspecError("JSON schema: patternProperties cannot be followed; expected properties, by their names")
-    options: dict[str, bool] = {}
-    schema = copy.deepcopy(schema)
-    while True:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-        problem = LLMatcher.validate_grammar(grammar)
-        unknown = re.search(r"Unknown format: (.*)", problem)
-        if unknown is not None:
-            named = [part for part in _subschemas(schema) if part.get("format") == unknown[1].strip()]
-            for part in named:
-                del part["format"]
-            if named:
-                continue
-        if "coerce_one_of" in problem and not options:
-            warnings.warn("JSON schema: oneOf is followed as anyOf, as its alternatives may overlap", stacklevel=4)
-            options = {"coerce_one_of": True}
-            continue
-        if problem and not problem.startswith("WARNING"):
-            raise SelfspecError(f"JSON schema: {_reason(problem)}")
-        return str(grammar)
-
-
-def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a JSON schema and all schemas in it; keys that name properties or definitions are not keywords."""
-    if isinstance(schema, list):
-        for entry in schema:
-            yield from _subschemas(entry)
-    elif isinstance(schema, dict):
-        yield schema
-        for keyword, value in schema.items():
-            if keyword in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
-                if isinstance(value, dict):
-                    yield from _subschemas(list(value.values()))
-            elif keyword not in ("const", "enum", "default", "examples"):
-                yield from _subschemas(value)
-
-
-def _reason(problem: str) -> str:
-    """Return the reason in an error text of `llguidance`, without the position, which is in its internal format."""
-    _, separator, reason = problem.rpartition("error:")  # the reason follows a sketch of the position
-    if separator:
-        return reason.splitlines()[0].strip()
-    _, separator, reason = problem.partition("(in regex): ")
-    return reason.partition(" in regex /")[0].strip() if separator else " ".join(problem.split())
+        raise SelfspecError(f"{what}: {reason(error)}") from None
+    if checked.problem is not None:
+        raise SelfspecError(f"{what}: {checked.problem}")
+    if checked.any_of:
+        warnings.warn("JSON schema: oneOf is followed as anyOf, as its alternatives may overlap", stacklevel=4)
+    return checked.text
 
 
 def _raise(matcher: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import disk_errors
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.models.families import parts_of
@@ -139,16 +140,23 @@ class DistillLearner:
 
 
 def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer to a folder atomically, replacing its contents."""
-    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    """Write a model and its tokenizer to a folder atomically, replacing its contents.
+
+    Raises `SelfspecError` if they cannot be written.
+    """
+    made = None
     try:
-        with quietly():
+        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        with quietly(), disk_errors():
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
+    except OSError as error:  # such as a full disk
+        raise SelfspecError(f"{folder}: cannot be written ({error.strerror or error})") from None
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, Path]:

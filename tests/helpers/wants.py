@@ -20,6 +20,7 @@ INSTALL = {
     "bitsandbytes": "pip install 'selfspec[bitsandbytes]'",
     "PEFT": "pip install 'selfspec[peft]'",
     "a C++ compiler": "apt-get install g++",
+    "an emulated ARM processor": "apt-get install g++-aarch64-linux-gnu qemu-user",
     "oneDNN": "install a PyTorch that is built with it",
 }
 MARK = "wants "

@@ -155,3 +155,11 @@ def test_find_profile_shows_every_option_with_its_default():
     assert [p.default for p in shown.values()][1:] == [field.default for field in fields]
     assert shown["trials"].annotation is int
     assert shown["controller"].annotation == "ControllerSpec | str | None"
+
+
+def test_sampling_from_nothing_is_greedy_as_in_generate():
+    """`top_p` 0, and a temperature next to 0."""
+    options = SearchOptions(top_p=0, temperature=0.7)
+    assert (options.temperature, options.top_p) == (0.0, None)
+    assert SearchOptions(temperature=1e-9).temperature == 0.0
+    assert (SearchOptions(top_p=0.5, temperature=0.7).temperature, options.max_new_tokens) == (0.7, 64)

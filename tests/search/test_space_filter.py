@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layouts import needs_native
 from models import small
 from selfspec.search.space import Space
 from selfspec.search.space_filter import Choices, MemoryBudget, cheaper_choices, supported_choices
@@ -68,3 +69,11 @@ def test_memory_is_a_share_of_the_models(dtype, limit):
     assert memory.share(path) == pytest.approx(held / sum(p.numel() * p.element_size() for p in model.parameters()))
     assert memory.excess(path) == pytest.approx(memory.share(path) - limit)
     assert MemoryBudget.from_llm(llm, 0.0).excess(DraftPath(everything)) <= 0, "what is skipped takes nothing"
+
+
+@needs_native
+def test_weights_held_in_16_bits_leave_int8_the_share_that_it_has_of_bfloat16():
+    llm = selfspec.load("builtin", profile="none", dtype="float32", device="cpu", layout="native")
+    assert llm.held == "bfloat16"
+    assert MemoryBudget.from_llm(llm, None).limit == 0.55
+    assert selfspec.load("builtin", profile="none", dtype="float32", device="cpu", layout="rows").held is None

@@ -6,9 +6,12 @@ import errno
 import os
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, parse_json, read_text, write_cached, write_text
+from selfspec.basics.files import check_writable, disk_errors, parse_json, read_text, write_cached, write_text
 
 
 def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path, monkeypatch):
@@ -53,3 +56,12 @@ def test_json_that_is_nested_without_end_is_invalid():
     assert parse_json('{"a": [1]}') == {"a": [1]}
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)
+
+
+def test_a_full_disk_is_one_for_safetensors_too(tmp_path):
+    """Its own error is no `OSError`; a file that is no safetensors file is another matter."""
+    with pytest.raises(OSError, match="No such file or directory"), disk_errors():
+        save_file({"a": torch.zeros(1)}, tmp_path / "nowhere" / "a.safetensors")
+    (tmp_path / "b").write_bytes(b"no tensors at all")
+    with pytest.raises(SafetensorError), disk_errors():
+        load_file(tmp_path / "b")

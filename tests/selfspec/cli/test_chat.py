@@ -362,7 +362,8 @@ def test_in_a_terminal(terminal, model, chat, tmp_path):
     (tmp_path / "m").symlink_to(model)
     options = ("--model", "m", "--profile", "none", "--threads", "1", "--max-new-tokens", 30)
     shown = terminal("interrupted-text:36", *options)  # the sixth token of the second answer
-    assert shown.until(up_to("> ")) == "m: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat\n> "
+    greeting = shown.until(up_to("> ")).replace("weights held in bfloat16, exactly\n", "")  # by the fastest layout
+    assert greeting == "m: /help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat\n> "
     conversation = chat.conversation()
     first = conversation.send(TEXTS[0], max_new_tokens=30).text
     shown.type(f"{TEXTS[0]}\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import command
 import pytest
 import torch
-from layouts import fastest, seconds_by_rows
+from layouts import fastest, needs_native, seconds_by_rows
 from models import CONFIGS, tiny
 from selfspec.search.ledger import Ledger
 from transformers import GenerationConfig
@@ -166,6 +166,16 @@ class TestGenerate:
         assert "tokens a round" in err
         assert "tokens a round" not in out
 
+    @needs_native
+    @pytest.mark.parametrize("layout", ["native", "rows"])
+    def test_stats_say_where_float32_weights_are_held_in_16_bits(self, cli, auto, layout):
+        """The built-in model's weights are bfloat16 numbers."""
+        auto(layout)
+        args = "generate", PROMPT, "--max-new-tokens", 4, "--stats", "--profile", "none", "--dtype", "float32"
+        code, _, err = cli(*args)
+        assert code == 0
+        assert err.rstrip().endswith("; weights held in bfloat16, exactly") == (layout == "native")
+
     def test_the_controller_can_be_changed(self, cli, profile_file):
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 16, "--json")
         args += ("--temperature", 0.9, "--seed", 3)  # so that the guard reads no clock
@@ -191,10 +201,8 @@ class TestGenerate:
             capsys.readouterr()
             code, _, err = cli("generate", PROMPT, "--model", folder, "--max-new-tokens", 2)
         assert code == 0
-        assert (
-            err.strip()
-            == f"no faster profile known: using plain decoding. Search for one with: selfspec search --model {folder}"
-        )
+        assert err.startswith("no profile known: drafting with ")
+        assert err.strip().endswith(f"; a faster one may be found by: selfspec search --model {folder}")
 
     def test_profile_none(self, cli):
         code, out, _ = cli("generate", PROMPT, "--profile", "none", "--json", "--max-new-tokens", 3)
@@ -399,6 +407,13 @@ class TestBench:
         assert "of plain decoding" in out
         assert re.search(r"^skip +\d", out, re.MULTILINE)
         assert "hf" not in out
+
+    @needs_native
+    def test_weights_held_in_16_bits_are_said(self, cli, auto):
+        auto("native")
+        code, out, _ = cli(*self.ARGS, "--methods", "plain", "--temperature", "0")
+        assert code == 0
+        assert "for drafting (0 B more); held in bfloat16, exactly" in out
 
     def test_plain_alone(self, cli):
         code, out, _ = cli(*self.ARGS, "--methods", "plain", "--temperature", "0.5", "--json")
@@ -816,7 +831,7 @@ WRONG = {
         ["search", "--max-draft-cost", "0.5", "--objective", "wallclock"],
         "need the cost model of the replay objective",
     ),
-    "search's temperature": (["search", "--temperature", "1e-38"], "temperature 1e-38: expected 0"),
+    "search's temperature": (["search", "--temperature", "nan"], "'--temperature': Input should be greater than"),
     "search's top-p": (["search", "--top-p", "2"], "top_p 2.0: expected more than 0"),
     "another search's trials": (["search", "--out", "old.yaml"], "old.yaml.trials.jsonl holds the trials of another"),
     "no trials' file": (["search", "--out", "text.yaml"], "text.yaml.trials.jsonl is not a file of trials"),
@@ -1061,6 +1076,15 @@ def test_standard_output_that_takes_nothing(redirect):
     assert done.returncode in (1, 2)
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_the_system_refuses_is_told_with_its_file():
+    full = "OSError(28, 'No space left on device', 'a.json')"
+    code = (
+        f"import selfspec.cli as c, selfspec.cli.app as a; a.app = lambda **_: (_ for _ in ()).throw({full}); c.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: a.json: No space left on device\n")
 
 
 def test_no_command_at_all_shows_the_help(cli):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -232,3 +233,41 @@ def test_bytes_of_other_encodings(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.startswith(b"\\xe9.yaml: valid")
+
+
+def test_a_prompt_that_the_memory_cannot_hold_leaves_the_others(folder, monkeypatch, capsys):
+    """As one that the context cannot hold."""
+    rows = [json.dumps({"prompt": prompt}) for prompt in (PROMPTS[0], "x = 1\n" * 200, PROMPTS[2])]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    assert many(monkeypatch, "--memory", 0.003) == 1
+    assert "prompt 2: a prompt of 800 tokens and 8 new ones need 807 slots of the KV cache" in capsys.readouterr().err
+    found = results(folder)
+    assert sorted(found) == [0, 1, 2]
+    assert "give more memory" in found[1]["error"]
+    assert len(found[0]["tokens"]) == len(found[2]["tokens"]) == 8
+    assert many(monkeypatch) == 0
+    assert len(results(folder)[1]["tokens"]) == 8
+
+
+def test_a_full_disk_names_the_file_and_is_gone_on_from(folder, monkeypatch, capsys):
+    """Nothing that was written is lost; the line that did not fit is written again."""
+    size = 1500
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.cli.generate_file.check_writable", lambda _: None)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        patch.setattr("selfspec.cli.generate_file._check", lambda _: limit(size))
+        try:
+            assert many(monkeypatch) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "error: out.jsonl: cannot be written (File too large)" in capsys.readouterr().err
+    data = (folder / "out.jsonl").read_bytes()
+    assert len(data) == size
+    assert 0 < data.count(b"\n") < 4
+    assert many(monkeypatch) == 0
+    assert len(results(folder)) == 4
+
+
+def limit(size):
+    """Let no file of this process grow beyond `size` bytes; Python ignores the signal, so that writing fails."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -14,7 +14,7 @@ PROMPTS = ["column", "template", "chat"]
 DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
-    "Drafting": ["rule", "method", "controller", "store", "answers"],
+    "Drafting": ["rule", "method", "controller", "store", "extra-memory", "answers"],
     "Guided generation (needs llguidance)": ["regex", "json-schema"],
     "Device": [*DEVICE, "tensor-parallel"],
 }

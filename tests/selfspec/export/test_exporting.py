@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -154,3 +155,11 @@ def test_a_model_without_a_folder_is_written_too(plain, profile, tmp_path):
     assert done.written.commands[0][1].startswith(f"vllm serve {tmp_path / 'out' / 'target'} ")
     assert "target/model.safetensors" in done.files
     assert isinstance(done.written, ExportResult)
+
+
+def test_a_full_disk_is_told_by_the_folder(tmp_path):
+    """By safetensors' error too, of which nothing is left."""
+    said = r"--out \S+out: cannot be written \(No space left on device \(os error 28\)\)"
+    with pytest.raises(SelfspecError, match=said), staged_folder(tmp_path / "out", force=False):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert not [*tmp_path.iterdir()]

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from fields import FIELDS
+from layouts import needs_native
 from models import CONFIGS, tiny
 from transformers import (
     GenerationConfig,
@@ -24,6 +25,7 @@ from selfspec.controllers import parse_controller
 from selfspec.drafters import make_drafter
 from selfspec.integrations.custom_generate import hf
 from selfspec.llm.llm import LLM
+from selfspec.models.half_storage import held_dtypes
 from selfspec.models.loading import load_model
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
@@ -326,6 +328,19 @@ def test_weights_laid_out_give_the_same(held_out, each_layout):
     theirs = model.generate(**asked)
     assert torch.equal(model.generate(**asked, custom_generate=hf("stdlib-llama-3.7m", layout="auto")), theirs)
     assert torch.equal(model.generate(**asked), theirs)
+
+
+@needs_native
+def test_a_model_held_in_16_bits_is_prepared_once():
+    """Its embedding is converted at each read, so where it lies changes; its stored values do not."""
+    model, tokenizer = load_model("builtin", device="cpu", dtype="float32")
+    ours = hf(profile="none", layout="native")
+    asked = {**tokenizer("def", return_tensors="pt"), "max_new_tokens": 4, "do_sample": False, "custom_generate": ours}
+    model.generate(**asked)
+    assert held_dtypes(model) == "bfloat16"
+    first = ours._llm
+    model.generate(**asked)
+    assert ours._llm is first
 
 
 WRONG = {

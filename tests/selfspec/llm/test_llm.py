@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import inspect
+import io
 import subprocess
 import sys
 import threading
@@ -443,3 +445,16 @@ def test_a_special_token_as_stop_string_stops(llm):
         assert out.finish == "stop"
         assert name not in out.text
     assert special.generate(ids, max_new_tokens=12).tokens == plain
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None], ids=["no file", "none"])
+def test_as_in_a_notebook(llm, monkeypatch, stream):
+    """In a running event loop, and with outputs that are no files, or none at all."""
+    expected = llm.generate(PROMPT, max_new_tokens=4).text
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+
+    async def cell():
+        return "".join(llm.stream(PROMPT, max_new_tokens=4)), llm.generate_many([PROMPT], max_new_tokens=4)[0].text
+
+    assert asyncio.run(cell()) == (expected, expected)

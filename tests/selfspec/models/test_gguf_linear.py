@@ -17,7 +17,6 @@ from torch import nn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.gguf_linear import (
-    BlockEmbedding,
     BlockLinear,
     BlockProduct,
     GGUFWeight,
@@ -25,6 +24,7 @@ from selfspec.models.gguf_linear import (
     concat_weights,
 )
 from selfspec.models.low_precision import is_quantizable
+from selfspec.models.stored_linear import StoredEmbedding
 
 each_bits = pytest.mark.parametrize("bits", [8, 4])
 
@@ -128,7 +128,7 @@ def test_drafts_in_as_many_bits_are_not_offered(bits):
 @each_bits
 def test_an_embedding_gives_its_rows(bits):
     weight, exact = blocks_of(bits, 5, 20, 64)
-    embedding, ids = BlockEmbedding(weight), torch.tensor([[3, 19, 3]])
+    embedding, ids = StoredEmbedding(weight), torch.tensor([[3, 19, 3]])
     assert torch.equal(embedding(ids), exact[ids])
     with pytest.raises(SelfspecError, match="stay on the CPU"):
         embedding.to(torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,11 +26,12 @@ from wants import reason
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout, native_library
+from selfspec.models.half_storage import HALVES, HalfProduct, halved
 from selfspec.models.kernels import kernel_times
 from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import quantize
-from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
+from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_, torch_has_bfloat16
 from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import FULL
 
@@ -72,18 +74,26 @@ def rows_of(kind, n, into):
     return x.bfloat16().float() if kind == "bfloat16" else x
 
 
-def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
-    """Off by float32's sums; more than `ROWS` rows in few bits, and of bfloat16, by bfloat16's.
+def in_int8(x):
+    """What rows stand for in int8, with a scale for each 32 inputs."""
+    blocks = F.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    most = blocks.abs().amax(2, keepdim=True)
+    values = (blocks * torch.where(most > 1e-30, 127 / most, 0.0)).round()
+    return (values.double() * (most / 127).double()).view(len(x), -1)[:, : x.shape[1]]
 
-    In few bits rows may be whole numbers of 16 bits: off by 2^-16 of their largest one.
+
+def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
+    """Off by float32's sums; more than `ROWS` rows with quantised weights, and of bfloat16, by bfloat16's.
+
+    Up to `ROWS` rows are quantised themselves before quantised weights are multiplied with them.
     """
     got = product(x) if got is None else got
     single = len(x) <= ROWS or kind == "float32"
+    if kind in ("int8", "int4") and (single or not torch_has_bfloat16()):
+        single, x = True, in_int8(x)
     error = (x.shape[1] + 8) * 2.0**-24 if single else 2.0**-6
     size = x.double().abs() @ weight.abs().t() + torch.as_tensor(bias).abs() + torch.as_tensor(base).abs()
     most = error * size
-    if kind in ("int8", "int4"):
-        most += 2.0**-16 * x.double().abs().amax(1, keepdim=True) * weight.abs().sum(1)
     off = got.double() - (base + x.double() @ weight.t() + bias)
     assert (off.abs() <= most).all()
 
@@ -578,8 +588,9 @@ def test_they_are_compiled_once(monkeypatch, quick):
     assert native_library.library().selfspec_vector() == 7
     (file,) = quick.iterdir()
     assert (quick.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o700)
+    assert not list(quick.parents[1].glob("selfspec-native-*"))
     native_library._library.cache_clear()
-    monkeypatch.setattr(native_library, "_compile", lambda command, folder, name: "compiled again")
+    monkeypatch.setattr(native_library, "_compile", lambda command, flags, folder, name: "compiled again")
     assert native_library.library().selfspec_vector() == 7
 
 
@@ -615,7 +626,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(put, tmp_path):
     file = put(b"what would be run, were it a library", 0o700)
     file.parent.chmod(0o777)
     assert native_library.library().selfspec_vector() == 7
-    (own,) = tmp_path.glob("selfspec-native-*")
+    own = tmp_path / f"selfspec-native-{os.getuid()}"
     assert own.stat().st_mode & 0o777 == 0o700
     assert list(file.parent.iterdir()) == [file]
 
@@ -659,10 +670,59 @@ def test_what_is_loaded_is_what_was_checked(monkeypatch, quick):
 
 
 @needs_native
-def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere(quick, tmp_path):
+def test_without_a_folder_for_a_cache_they_are_compiled_elsewhere_once(quick, tmp_path, monkeypatch):
+    """As in a home folder that is read-only: not in every process."""
     quick.parent.write_text("no folder")
     assert native_library.library().selfspec_vector() == 7
-    assert len(list(tmp_path.glob("selfspec-native-*/*.so"))) == 1
+    assert len(list((tmp_path / f"selfspec-native-{os.getuid()}").glob("*.so"))) == 1
+    native_library._library.cache_clear()
+    monkeypatch.setattr(native_library, "_compile", lambda command, flags, folder, name: "compiled again")
+    assert native_library.library().selfspec_vector() == 7
+
+
+@needs_native
+def test_where_nothing_can_be_written_what_is_cached_is_used(quick, monkeypatch):
+    """And where nothing is, the reason is told."""
+
+    def none(**_):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with monkeypatch.context() as patch:
+        patch.setattr(native_library.tempfile, "mkdtemp", none)
+        assert "failed: [Errno 2] No usable temporary directory found" in said()
+    native_library._library.cache_clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    assert native_library.library().selfspec_vector() == 7
+    native_library._library.cache_clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(native_library.tempfile, "mkdtemp", none)
+    assert native_library.library().selfspec_vector() == 7
+
+
+@needs_native
+def test_a_file_that_another_process_deletes_is_not_there(put, monkeypatch):
+    file, checked = put(b"no library", 0o700), native_library.open_private
+
+    def deleted(path):
+        if path == file and path.exists():
+            path.unlink()
+        return checked(path)
+
+    monkeypatch.setattr(native_library, "open_private", deleted)
+    assert native_library._library("", "") is not None
+
+
+def test_a_file_of_root_is_as_good_as_ones_own(tmp_path, monkeypatch):
+    """As in a container, whose image root has made."""
+    file = tmp_path / "file"
+    file.touch(0o700)
+    owner = file.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    descriptor = native_library.open_private(file)
+    assert (descriptor is not None) == (owner == 0)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 @needs_native
@@ -741,9 +801,84 @@ def test_older_processors_compute_the_same(monkeypatch, anew, processor):
             x = rows_of(kind, rows, into)
             check_near(kind, product, x, weight, bias)
             check_alone(product, x[:ROWS], [0, rows // 2])
+    for dtype in HALVES:
+        weight, bias, x = torch.randn(37, 83).to(dtype).float(), torch.randn(37), torch.randn(40, 83)
+        ours, theirs = HalfProduct(halved([weight], dtype), bias), NativeProduct(weight, bias)
+        assert torch.equal(ours.batch_invariant(x), theirs.batch_invariant(x))
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-5)
     model = laid("llama-head-dim")
     assert Runtime(model).compile(FULL).native is not None
     assert_near(logits(model), logits(single("llama-head-dim")))
+
+
+def few_bit_products():
+    """Products of quantised weights with rows, of sizes that fill no tile and no block too."""
+    for kind in ("int8", "int4"):
+        for seed, (rows, out, into) in enumerate([(1, 16, 32), (2, 33, 64), (9, 40, 128), (3, 100, 1536)]):
+            product, _, _ = product_of(kind, seed, out, into + seed * (kind == "int8"), bias=bool(seed % 2))
+            yield product.batch_invariant(rows_of(kind, rows, product.into))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", list(native_library.ISAS)[1:])
+@pytest.mark.long("builds for older processors")
+def test_quantised_products_have_the_same_bits_with_every_instruction_set(monkeypatch, anew, isa):
+    if problem := native_library._missing(isa):
+        pytest.skip(problem)
+    best = list(few_bit_products())
+    monkeypatch.setenv("SELFSPEC_ISA", isa)
+    assert all(map(torch.equal, few_bit_products(), best))
+    assert native_library.library() is native_library._library("", "", isa)
+
+
+def printed(tmp_path, compiler, *flags, run=()):
+    """What `quantized_products.cpp` prints, compiled by a compiler with flags."""
+    program = tmp_path / "program"
+    source = Path(__file__).parents[2] / "helpers" / "quantized_products.cpp"
+    include = f"-I{native_library._SOURCE.parent}"
+    command = [
+        *compiler,
+        "-std=c++17",
+        "-O2",
+        "-ffp-contract=off",
+        "-w",
+        include,
+        *flags,
+        str(source),
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, check=True)
+    return subprocess.run([*run, str(program)], check=True, capture_output=True, text=True).stdout.split()
+
+
+@needs_native
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
+    reason=reason("an emulated ARM processor"),
+)
+@pytest.mark.parametrize("processor", ["armv8-a", "armv8.2-a+dotprod"])
+@pytest.mark.long("an emulated processor")
+def test_arm_processors_give_quantised_products_the_same_bits(tmp_path, processor):
+    flags = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    here = printed(tmp_path, [real_compiler()], *flags)
+    emulated = printed(tmp_path, ["aarch64-linux-gnu-g++"], "-static", f"-march={processor}", run=["qemu-aarch64"])
+    assert len(here) > 1000
+    assert emulated == here
+
+
+@pytest.mark.parametrize(
+    ("isa", "said"),
+    [
+        ("mmx", "SELFSPEC_ISA=mmx is not known; expected one of sse, avx2,"),
+        ("avx2", "this processor has no avx2, bmi2"),
+    ],
+)
+def test_an_instruction_set_that_cannot_be_used_is_told(monkeypatch, anew, isa, said):
+    monkeypatch.setattr(native_library, "_instructions", lambda: "flags : fma f16c")
+    monkeypatch.setenv("SELFSPEC_ISA", isa)
+    with pytest.raises(SelfspecError, match=said):
+        native_library.library()
 
 
 @pytest.mark.skipif(

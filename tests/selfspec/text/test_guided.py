@@ -14,7 +14,7 @@ from wants import needs
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.text.guided import Guide
+from selfspec.text.guided import Guide, check_guide
 from selfspec.types.skip import SkipSet
 from selfspec.types.stats import Stats
 
@@ -145,6 +145,7 @@ def test_masks_are_a_function_of_the_prefix(llm):
         ({"regex": "a("}, r"^regular expression 'a\(': unclosed group$"),
         ({"json_schema": "{"}, "JSON schema"),
         ({"json_schema": {"type": "thing"}}, "JSON schema"),
+        ({"json_schema": "[1]"}, r"^JSON schema: .*\[1\]; expected an object, such as"),
         ({"regex": "\udcff"}, "regular expression"),
         ({"json_schema": '{"const": "\ud800"}'}, "JSON schema"),
         ({"json_schema": {"enum": {1, 2}}}, "JSON schema"),
@@ -227,3 +228,36 @@ def test_without_llguidance_it_says_what_to_install(llm, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(SelfspecError, match=r"pip install 'selfspec\[guided\]'"):
         llm.guide(regex="a")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ['{"properties":{"a":' * 3000 + "{}" + "}}" * 3000, "[" * 100_000],
+    ids=["objects", "lists"],
+)
+def test_a_schema_nested_too_deeply_is_told(schema):
+    """It comes from clients of a server."""
+    with pytest.raises(SelfspecError, match="^JSON schema: nested too deeply$"):
+        check_guide(json_schema=schema)
+    if schema.startswith("{"):
+        parsed: dict[str, object] = {}
+        for _ in range(3000):
+            parsed = {"properties": {"a": parsed}}
+        with pytest.raises(SelfspecError, match="^JSON schema: nested too deeply$"):
+            check_guide(json_schema=parsed)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (dict, "<class 'dict'>; expected an object, such as a pydantic class's model_json_schema()"),
+        ("[1]", "[1]; expected an object"),
+        ("true", "True; expected an object"),
+        ({"enum": []}, "Unsatisfiable schema: anyOf is empty"),
+        ({"$ref": "#/$defs/a"}, "Pointer '/$defs/a' does not exist"),
+        ({"$ref": "file:///etc/passwd"}, "Resource 'file:///etc/passwd' is not present in a registry"),
+    ],
+)
+def test_a_schema_that_is_none_is_told_once(schema, said):
+    with pytest.raises(SelfspecError, match=f"^JSON schema: {re.escape(said)}"):
+        check_guide(json_schema=schema)

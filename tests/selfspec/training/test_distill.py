@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from models import CONFIGS, small, tiny
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 import selfspec
@@ -14,7 +15,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import make_drafter
 from selfspec.profile.reading import read_profile
 from selfspec.training import distill
-from selfspec.training.distill import DistillLearner, keep_layers
+from selfspec.training.distill import DistillLearner, keep_layers, write_model
 from selfspec.training.fit import fit
 from selfspec.training.options import TrainOptions
 
@@ -98,3 +99,18 @@ def test_another_models_weights_are_a_beginning_too(llm, tmp_path):
     llm.tokenizer.save_pretrained(tmp_path / "student")
     learner = DistillLearner(llm.runtime, student=str(tmp_path / "student"), layers=None, loss="reverse-kl", seed=0)
     assert torch.equal(learner.student.model.layers[0].mlp.up_proj.weight, begun.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_full_disk_is_told_by_the_folder_of_the_model(tmp_path, llm, monkeypatch):
+    """Which is left as it was."""
+    (tmp_path / "distill").mkdir()
+    (tmp_path / "distill" / "config.json").write_text("before")
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(llm.model), "save_pretrained", full)
+    with pytest.raises(SelfspecError, match=r"distill: cannot be written \(No space left on device"):
+        write_model(llm.model, llm.tokenizer, tmp_path / "distill")
+    assert [file.read_text() for file in tmp_path.rglob("*.json")] == ["before"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "distill"]

@@ -1,0 +1,57 @@
+"""The profile that drafts for a model without a search: its own weights in int8, and tokens looked up in the text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.machine import available_memory
+from selfspec.models.dispatch import device_of
+from selfspec.models.families import is_lean, parts_of
+from selfspec.models.layout import weight_bytes
+from selfspec.models.low_precision import bytes_of, is_quantizable
+from selfspec.models.native_library import available
+from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, ProposerSpec, Skip
+from selfspec.profile.schema import Profile
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.identity import Identity
+
+DRAFTED = 7  # tokens of a draft: int8 drafts are hardly ever rejected, and 8 rows are verified at little more than one
+_SPARE = 0.5  # largest share of the available memory that draft weights may take
+
+
+def default_profile(model: Any, identity: Identity, *, extra_memory: float | None = None) -> Profile | None:
+    """Return the profile to draft with if there is none for a model's weights; None off the CPU: plain decoding.
+
+    It drafts with all linears and the head in int8, and with tokens looked up in the text; the guard bounds what that
+    may lose. `extra_memory`: the largest memory of the int8 weights, as a share of the model's bytes; by default half
+    of the available memory. Where the weights take more, or cannot be quantised, tokens are only looked up. Raises
+    `SelfspecError` for an `extra_memory` that is negative or not finite.
+    """
+    if extra_memory is not None and not 0 <= extra_memory < math.inf:
+        raise SelfspecError(
+            f"extra_memory {extra_memory}: expected 0 or more and finite, as a share of the model's bytes"
+        )
+    if not is_lean(model) or device_of(parts_of(model).head.module).type != "cpu":
+        return None
+    needed = _int8_bytes(model)
+    most = available_memory() * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
+    if needed is None or needed > most:
+        return Profile(model=identity, draft=LookupSpec())
+    every = list(range(identity.layers))
+    controller = ControllerSpec(name="fixed", options={"k": DRAFTED})
+    sublayers = Skip(attention=every, mlp=every)
+    draft = LayerSkipSpec(int8=sublayers, head="int8", controller=controller, proposers=[ProposerSpec()])
+    return Profile(model=identity, draft=draft)
+
+
+def _int8_bytes(model: Any) -> int | None:
+    """Return the bytes of a model's linears in int8; None if there are other modules than linears, or no kernel."""
+    parts = parts_of(model)
+    if not available() or any(layer.experts is not None for layer in parts.layers):
+        return None
+    modules = [module for group in (*parts.groups(), parts.head) for module in group.modules]
+    if not is_quantizable(modules, 8):
+        return None
+    return sum(bytes_of(8, module.out_features, module.in_features) for module in modules)

@@ -1,0 +1,202 @@
+"""Float32 weights stored in 16 bits, where that is exact: half the bytes to read, the same arithmetic. CPU only.
+
+The weights of a float32 model are often all bfloat16 or all float16 numbers, as those of a checkpoint in half precision
+that was loaded in float32. Products convert the weights in registers and multiply in float32, with the bits that the
+float32 weights give with the same kernel. Activations are never rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from selfspec.models.families.base import Parts
+from selfspec.models.linears import Call, Group, is_exact, is_plain
+from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
+from selfspec.models.stored_linear import StoredEmbedding, StoredLinear, save_tied_once
+
+HALVES = (torch.bfloat16, torch.float16)
+_KINDS = {torch.bfloat16: 16, torch.float16: 17}  # weight kinds of `native.cpp`
+_ELEMENTS = 2**20  # weights to check or convert at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfWeight:
+    """A float32 weight `[out, in]` whose values are stored exactly, in bfloat16 or float16."""
+
+    values: Tensor
+    fixed: ClassVar[str] = (
+        "weights held in 16 bits stay in float32 models on the CPU; load with layout 'rows' for others"
+    )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of outputs and inputs."""
+        out, into = self.values.shape
+        return out, into
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.values.nbytes
+
+    def rows(self, outputs: Tensor | slice) -> HalfWeight:
+        """Return the rows `outputs` of the weight; for a slice, a view."""
+        return HalfWeight(self.values[outputs])
+
+    def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight, exact in float32."""
+        return self.values.to(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HalfWeight:
+        return self
+
+
+class HalfProduct(NativeProduct):
+    """The native product of float32 rows with a `HalfWeight`: the bits of `NativeProduct` with the float32 weight.
+
+    If the kernel for many rows needs a float32 weight, `_ELEMENTS` weights are converted at a time.
+    """
+
+    def __init__(self, blocks: HalfWeight, bias: Tensor | None = None) -> None:
+        self.blocks = HalfWeight(blocks.values.contiguous())
+        self.out, self.into = blocks.shape
+        self._describe(_KINDS[blocks.values.dtype], 0, self.blocks.values, None, bias)
+
+    def _of_many(self, x: Tensor) -> Tensor:
+        rows = x.float()
+        if (many := self._many_in_float32(rows)) is not None:
+            return many.to(x.dtype)
+        at_once = max(_ELEMENTS // self.into // ROWS, 1) * ROWS  # whole tiles of outputs
+        parts = [slice(start, start + at_once) for start in range(0, self.out, at_once)]
+        product = torch.cat([NativeProduct(self.blocks.rows(part).weight())(rows) for part in parts], -1)
+        return (product if self.bias is None else product.add_(self.bias)).to(x.dtype)
+
+    def with_bias(self, bias: Tensor) -> HalfProduct:
+        """Return a product with the same weight and a bias `[out]`."""
+        return HalfProduct(self.blocks, bias)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HalfProduct, (self.blocks, self.bias)
+
+
+class HalfLinear(StoredLinear):
+    """Replacement of a float32 `nn.Linear` by a `HalfWeight`; gradients pass through it to its inputs."""
+
+    fused: HalfProduct
+
+    def __init__(self, fused: HalfProduct, start: int, linear: nn.Linear) -> None:
+        super().__init__(fused, start, linear)
+        self._own = HalfProduct(fused.blocks.rows(slice(start, start + self.out_features)), self.bias)
+
+    def with_outputs(self, outputs: Tensor) -> Call:
+        """Return the product with only the rows `outputs` of the weight, still in 16 bits."""
+        return HalfProduct(self._own.blocks.rows(outputs), self._bias_at(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product `[.., out]` with `x` `[.., in]`, in float32 even under autocast."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return F.linear(x, self.weight, self.bias)
+        rows = self._own(x.reshape(-1, self.in_features).float())
+        return rows.view(*x.shape[:-1], self.out_features)
+
+
+def half_of(weights: Sequence[Tensor]) -> torch.dtype | None:
+    """Return the dtype of 16 bits in which all values of float32 weights are exact; None if there is none.
+
+    bfloat16 includes every number of the weights, and -0, infinity and nan; float16 only finite numbers.
+    """
+    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
+        return None
+    fits = {torch.bfloat16: _fits_bfloat16, torch.float16: _fits_float16}
+    return next((dtype for dtype in HALVES if all(map(fits[dtype], _chunks(weights)))), None)
+
+
+def _chunks(weights: Iterable[Tensor]) -> Iterable[Tensor]:
+    for weight in weights:
+        yield from torch.split(weight.detach(), max(1, _ELEMENTS // weight.shape[1]))
+
+
+def _fits_bfloat16(weight: Tensor) -> bool:
+    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+
+
+def _fits_float16(weight: Tensor) -> bool:
+    weight = weight.contiguous()
+    there_and_back = weight.half().float()
+    same = torch.equal(there_and_back.view(torch.int32), weight.view(torch.int32))
+    return same and bool(there_and_back.isfinite().all())
+
+
+def halved(weights: Sequence[Tensor], dtype: torch.dtype) -> HalfWeight:
+    """Return the joined rows of float32 weights in `dtype`, in which they must be exact (`half_of`)."""
+    values = torch.empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
+    start = 0
+    for chunk in _chunks(weights):
+        part = values[start : start + len(chunk)]
+        if dtype == torch.bfloat16:
+            part.view(torch.int16).copy_(chunk.contiguous().view(torch.int32) >> 16)  # rounding would change a nan
+        else:
+            part.copy_(chunk)
+        start += len(chunk)
+    return HalfWeight(values)
+
+
+@torch.no_grad()
+def nativise_exactly_(group: Group) -> None:
+    """Replace a group's linears by `HalfLinear`s where that is exact, and otherwise by `nativise_`."""
+    modules = group.modules
+    dtype = half_of([module.weight for module in modules]) if all(map(is_exact, modules)) else None
+    if dtype is None:
+        nativise_(group)
+    elif any((module.bias is None) != (modules[0].bias is None) for module in modules):
+        for name in group.names:
+            nativise_exactly_(Group(group.parent, (name,)))
+    else:
+        bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
+        fused, start = HalfProduct(halved([module.weight for module in modules], dtype), bias), 0
+        for name, module in zip(group.names, modules, strict=True):
+            setattr(group.parent, name, HalfLinear(fused, start, module))
+            start += module.out_features
+
+
+@torch.no_grad()
+def nativise_model_(model: Any, parts: Parts) -> None:
+    """Replace all plain linears of a model by native ones, and its embedding, which may be tied to the head.
+
+    Weights are stored in 16 bits where that is exact; a head tied to an embedding that has to stay float32 is too.
+    """
+    embedding, head = parts.embedding, parts.head
+    exact = type(embedding) is nn.Embedding and is_plain(embedding) and embedding.max_norm is None
+    tied = getattr(embedding, "weight", None) is head.module.weight
+    dtype = half_of([embedding.weight]) if exact else None
+    for group in parts.groups():
+        if all(map(is_exact, group.modules)):
+            nativise_exactly_(group)
+    if is_exact(head.module):
+        (nativise_ if tied and dtype is None else nativise_exactly_)(head)
+    if dtype is not None:
+        shared = head.module.blocks if tied and isinstance(head.module, HalfLinear) else None
+        model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype)))
+    save_tied_once(model)
+    for parameter in model.parameters() if held_dtypes(model) else ():
+        if parameter.ndim == 1:  # a norm that would keep the whole checkpoint mapped
+            parameter.data = parameter.data.clone()
+
+
+def held_dtypes(model: Any) -> str | None:
+    """Return the dtypes of 16 bits in which float32 weights are stored, such as "bfloat16"; None if none are.
+
+    If some linears are stored in float32, that is named too.
+    """
+    halves = {module.blocks.values.dtype for module in model.modules() if isinstance(module, HalfLinear)}
+    if not halves:
+        return None
+    whole = any(isinstance(module, (nn.Linear, NativeLinear)) for module in model.modules())
+    dtypes = [dtype for dtype in HALVES if dtype in halves] + [torch.float32] * whole
+    return " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

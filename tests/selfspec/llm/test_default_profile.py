@@ -1,0 +1,72 @@
+"""What drafts for a model that no profile was made for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layouts import needs_native
+from models import CONFIGS, tiny
+from transformers import AutoTokenizer
+
+import selfspec
+from selfspec.basics.errors import SelfspecError
+from selfspec.builtin import model_folder
+from selfspec.llm import default_profile as module
+from selfspec.llm.default_profile import DRAFTED, default_profile
+from selfspec.models.layout import weight_bytes
+from selfspec.types.identity import Identity
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A random model with the built-in model's tokenizer."""
+    config = CONFIGS["llama"]
+    config.update({"vocab_size": 4096})
+    tiny(config, dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@needs_native
+def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
+    llm = selfspec.load(folder, dtype="float32")
+    assert llm.has_default_profile
+    every = list(range(llm.runtime.layers))
+    path = llm.profile.path
+    assert (list(path.int8.attention), list(path.int8.mlp), path.head) == (every, every, "int8")
+    plain = selfspec.load(folder, dtype="float32", profile="none")
+    assert plain.profile is None
+    for options in ({"max_new_tokens": 40}, {"max_new_tokens": 40, "temperature": 0.9, "seed": 3}):
+        generated = llm.generate("def main(", **options)
+        assert generated.tokens == plain.generate("def main(", **options).tokens
+    assert max(done.drafted for done in generated.stats.log) <= DRAFTED + 1
+
+
+def test_without_memory_for_draft_weights_tokens_are_looked_up(folder, monkeypatch):
+    llm = selfspec.load(folder, dtype="float32", extra_memory=0)
+    assert llm.has_default_profile
+    assert llm.profile.draft.kind == "lookup"
+    monkeypatch.setattr(module, "available_memory", lambda: 0.0)
+    assert selfspec.load(folder, dtype="float32").profile.draft.kind == "lookup"
+
+
+@needs_native
+def test_the_share_is_of_the_models_bytes(folder):
+    llm = selfspec.load(folder, dtype="float32", profile="none")
+    needed = module._int8_bytes(llm.model)
+    share = needed / weight_bytes(llm.model)
+    for factor, kind in ((1.001, "layer-skip"), (0.999, "lookup")):
+        assert default_profile(llm.model, llm.identity, extra_memory=factor * share).draft.kind == kind
+
+
+def test_weights_that_cannot_be_quantised_are_left_alone():
+    model = tiny(CONFIGS["llama"], dtype=torch.float64)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    layers = model.config.num_hidden_layers
+    assert default_profile(model, Identity(layers=layers)).draft.kind == "lookup"
+
+
+@pytest.mark.parametrize("share", [-0.1, float("nan"), float("inf")])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(SelfspecError, match=r"^extra_memory .*: expected 0 or more and finite"):
+        default_profile(tiny(CONFIGS["llama"]), Identity(layers=2), extra_memory=share)
