@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from layouts import needs_native
@@ -20,7 +22,7 @@ from selfspec.types.identity import Identity
 @pytest.fixture
 def folder(tmp_path):
     """A random model with the built-in model's tokenizer."""
-    config = CONFIGS["llama"]
+    config = copy.deepcopy(CONFIGS["llama"])
     config.update({"vocab_size": 4096})
     tiny(config, dtype=torch.float32).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
