@@ -159,7 +159,7 @@ def test_sub_layers_in_few_bits_go_into_the_same_pass(name, seed, widths):
         with runtime.session(N):
             found.append(feed(runtime, tokens, split(24, widths), path=runtime.compile(named)))
     for other in found[1:]:
-        assert_near(found[0], other, quantized_drafts=low)
+        assert_near(found[0], other, quantized_drafts=named.low_precision)
 
 
 @each_single
