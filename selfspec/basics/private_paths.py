@@ -16,7 +16,7 @@ def is_private(folder: Path) -> bool:
     Whoever may write to a folder above can exchange what lies in it, so each folder up to the root must belong to this
     user or the administrator, and be writable to nobody else (a group of this user alone, as many systems make, may
     write). A sticky folder of the administrator's, such as /tmp, may be writable to all if the folder in it is this
-    user's with mode 0700. Windows has no such modes: always True.
+    user's, as nobody else can then exchange that. Windows has no such modes: always True.
     """
     if not hasattr(os, "getuid"):
         return True
@@ -32,7 +32,7 @@ def is_private(folder: Path) -> bool:
             return False
         if level.st_mode & stat.S_IWOTH or (level.st_mode & stat.S_IWGRP and not _is_own_group(level.st_gid)):
             sticky = bool(level.st_mode & stat.S_ISVTX) and level.st_uid in administrators
-            if not sticky or below is None or below.st_uid != ours or below.st_mode & 0o077:
+            if not sticky or below is None or below.st_uid != ours or below.st_mode & _OTHERS_WRITE:
                 return False
         below = level
     return True

@@ -32,8 +32,11 @@ def test_whoever_may_write_above_can_exchange_it(mode, folder):
     folder.parent.chmod(mode)
     sticky = bool(mode & stat.S_ISVTX) and os.getuid() == 0  # then it is as /tmp is
     assert is_private(folder) == sticky
+    folder.chmod(0o711)
+    assert is_private(folder) == sticky
+    folder.chmod(0o775)
+    assert not is_private(folder)
     folder.chmod(0o755)
-    assert not is_private(folder), "in a folder as /tmp is, 0700 alone will do"
     folder.parent.chmod(0o755)
     assert is_private(folder)
 
