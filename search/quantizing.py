@@ -14,13 +14,12 @@ from selfspec.basics.files import check_writable, read_cached, write_cached
 from selfspec.draft_modules.int4_quantization import int4_settings, layers_folder, write_int4
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
-from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
+from selfspec.profile.draft_spec import LayerSkipSpec
+from selfspec.profile.method_profiles import quantized_profile
 from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, bring_parts, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt_files import Prompts
-from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath
 
 from .budget import Deadline, no_deadline
 from .calibration import choose
@@ -89,12 +88,8 @@ def quantize(
 def _profile(llm: LLM, profile: Profile | None) -> Profile:
     """Return the profile that is to use the weights. Raises `SelfspecError` if its path has no int4 sub-layer."""
     if profile is None:
-        runtime = llm.runtime
-        head = "full" if runtime.part_bytes("head", 0, "int8") is None else "int8"
-        path = DraftPath.from_modes(["int4"] * (2 * runtime.layers), head="int8" if head == "int8" else "full")
-        controller = ControllerSpec(name="fixed", options={"k": DRAFTED})
-        draft = LayerSkipSpec.from_path(path, controller, proposers=[ProposerSpec()])
-        return Profile(model=llm.identity, draft=draft)
+        quantizable = llm.runtime.part_bytes("head", 0, "int8") is not None
+        return quantized_profile(llm.identity, "int4", head="int8" if quantizable else "full", drafted=DRAFTED)
     if not isinstance(profile.draft, LayerSkipSpec) or not len(profile.path.int4):
         raise SelfspecError(
             "the profile's draft path has no sub-layer in int4; expected one that has, or --profile none"

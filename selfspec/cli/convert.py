@@ -25,7 +25,7 @@ def run(command: ConvertCommand) -> None:
         device=command.device_options.placement,
         dtype=command.device_options.dtype,
     )
-    part, profiles, kind, megabytes = convert(llm, command.folder, command.out, llm.profile)
+    part, profiles, kind, megabytes = convert(llm, command.folder, command.out, llm.known_profile)
     if command.json:
         files = [str(path) for path in profiles]
         print_json({"part": str(part), "kind": kind, "megabytes": megabytes, "profiles": files})

@@ -41,7 +41,7 @@ def run(command: QuantizeCommand) -> int:
                 watch,
                 prompts=prompts,
                 chat=command.data.chat,
-                profile=llm.profile,
+                profile=llm.known_profile,
             )
     except KeyboardInterrupt:
         again = shlex.join(["selfspec", *sys.argv[1:]])

@@ -51,7 +51,7 @@ def run(command: TrainCommand) -> int:
             out=command.out,
             prompts=None if prompts is None else prompts.texts,
             chat=command.data.chat,
-            profile=llm.profile,
+            profile=llm.known_profile,
             options=command.train_options,
             callbacks=watch,
         )

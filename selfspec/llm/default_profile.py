@@ -12,9 +12,9 @@ from selfspec.models.families import is_lean, parts_of
 from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import bytes_of, is_quantizable
 from selfspec.models.native_library import available
-from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, ProposerSpec, Skip
+from selfspec.profile.draft_spec import LookupSpec
+from selfspec.profile.method_profiles import quantized_profile
 from selfspec.profile.schema import Profile
-from selfspec.types.controller import ControllerSpec
 from selfspec.types.identity import Identity
 
 DRAFTED = 7  # tokens of a draft: int8 drafts are hardly ever rejected, and 8 rows are verified at little more than one
@@ -39,11 +39,7 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
     most = available_memory() * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
     if needed is None or needed > most:
         return Profile(model=identity, draft=LookupSpec())
-    every = list(range(identity.layers))
-    controller = ControllerSpec(name="fixed", options={"k": DRAFTED})
-    sublayers = Skip(attention=every, mlp=every)
-    draft = LayerSkipSpec(int8=sublayers, head="int8", controller=controller, proposers=[ProposerSpec()])
-    return Profile(model=identity, draft=draft)
+    return quantized_profile(identity, "int8", head="int8", drafted=DRAFTED)
 
 
 def _int8_bytes(model: Any) -> int | None:

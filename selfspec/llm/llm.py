@@ -114,6 +114,11 @@ class LLM:
         return self.runtime.skeleton.identity.model_copy(update={"name": self.name})
 
     @property
+    def known_profile(self) -> Profile | None:
+        """The profile that was made for the model: `profile`, but None if that is the default profile."""
+        return None if self.has_default_profile else self.profile
+
+    @property
     def held(self) -> str | None:
         """The dtypes of 16 bits that hold float32 weights exactly, such as `bfloat16`; None if there are none."""
         return held_dtypes(self.model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, LookupSpec, ProposerSpec, Skip, parse_draft
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.schema import Profile
 from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import DraftPath, HeadMode
 from selfspec.types.identity import Identity
 from selfspec.types.methods import EARLY_EXIT, FREE, NAMED, OWN, STAGED, draft_model_of
 
@@ -34,6 +37,13 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
     if profile is None or not profile.drafts:
         raise SelfspecError(f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search")
     return profile if name == "skip" else profile.path_only
+
+
+def quantized_profile(model: Identity, mode: Literal["int8", "int4"], *, head: HeadMode, drafted: int) -> Profile:
+    """Return the profile that drafts `drafted` tokens with every sub-layer in `mode`, and with lookup tokens."""
+    path = DraftPath.from_modes([mode] * (2 * model.layers), head=head)
+    controller = ControllerSpec(name="fixed", options={"k": drafted})
+    return Profile(model=model, draft=LayerSkipSpec.from_path(path, controller, proposers=[ProposerSpec()]))
 
 
 def _draft(name: str, profile: Profile | None, model: Identity) -> DraftSpec | None:

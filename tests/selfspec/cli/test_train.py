@@ -10,6 +10,7 @@ import command
 import pytest
 
 import selfspec
+from selfspec.basics.errors import SelfspecError
 
 FEW = [
     "--texts",
@@ -136,3 +137,17 @@ def test_wrong_input(cli, tmp_path, arguments, said):
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
     assert "Traceback" not in err
+
+
+def test_the_default_profile_is_not_one_to_train_for(cli, monkeypatch):
+    """It is for decoding: else a head got a variant below a path that nobody searched."""
+    given = []
+
+    def fit(llm, *, profile, **_):
+        given.append((llm.has_default_profile, profile))
+        raise SelfspecError("enough")
+
+    monkeypatch.setattr(selfspec.profile.choosing, "shipped_profiles", dict)
+    monkeypatch.setattr("selfspec.training.fit.fit", fit)
+    assert cli("train", "eagle")[0] == 2
+    assert given == [(True, None)]

@@ -36,6 +36,7 @@ def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
     every = list(range(llm.runtime.layers))
     path = llm.profile.path
     assert (list(path.int8.attention), list(path.int8.mlp), path.head) == (every, every, "int8")
+    assert llm.known_profile is None, "what needs a profile that was made for the model does not take it"
     plain = selfspec.load(folder, dtype="float32", profile="none")
     assert plain.profile is None
     for options in ({"max_new_tokens": 40}, {"max_new_tokens": 40, "temperature": 0.9, "seed": 3}):
