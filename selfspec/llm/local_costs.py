@@ -6,7 +6,6 @@ The measured costs are kept, because draft lengths of a seeded sequence must not
 from __future__ import annotations
 
 import math
-import os
 import random
 import statistics
 import time
@@ -16,16 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from selfspec.basics.files import cached_file, read_cached, write_cached
-from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.drafters.registry import draft_path
 from selfspec.llm.round_timer import timed_rounds
 from selfspec.models.families import is_lean, parts_of
+from selfspec.models.native_library import timing_key
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
@@ -118,12 +116,8 @@ def _file(runtime: Runtime, path: DraftPath) -> Path:
     groups = parts_of(runtime.model).layers[0].groups if is_lean(runtime.model) else ()
     linears = [module for group in groups for module in group.modules]
     layouts = [type(m).__name__ + (str(m.weight.stride()) if isinstance(m, nn.Linear) else "") for m in linears]
-    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA")]
     key = [
-        *settings,
-        machine(runtime.device),
-        torch.get_num_threads(),
-        torch.__version__,
+        *timing_key(runtime.device),
         str(runtime.dtype),
         repr(runtime.skeleton.identity),
         layouts,

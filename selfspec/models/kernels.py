@@ -6,10 +6,9 @@ is slower than float32. Kernels are therefore timed on a random weight like the 
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
-from selfspec.basics.machine import machine, release_memory
+from selfspec.basics.machine import release_memory
 from selfspec.models.linears import Call
 from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, quantize
 from selfspec.models.native import IN_A_PASS, NativeProduct
-from selfspec.models.native_library import available
+from selfspec.models.native_library import timing_key
 from selfspec.models.packed_weight import PackedWeight
 
 _OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
@@ -33,7 +32,6 @@ _COPIES, _CACHES = 24, 2**26  # timed copies: at most 24 of together 64 MiB, mor
 _ENLARGED = 2.0**20  # factor on a single row for `int8_dynamic`
 _WIDE = 24  # rows from which a product with the weight dequantised to bfloat16 is faster than the quantised kernel
 COARSER = 1.1  # factor on float8's time, as its drafts are accepted less often: its weights are five times as far off
-_VERSION = 2  # of the native kernels: choices that were timed with others do not count
 _ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
@@ -272,15 +270,5 @@ def _near(ours: Tensor, exact: Tensor) -> bool:
 
 
 def _path(weight: Tensor, bits: Bits) -> Path:
-    what: Sequence[object] = [
-        machine(weight.device),
-        torch.get_num_threads(),
-        torch.__version__,
-        bits,
-        available(),
-        os.environ.get("SELFSPEC_ISA"),
-        _VERSION,
-        list(weight.shape),
-        str(weight.dtype),
-    ]
+    what = [*timing_key(weight.device), bits, list(weight.shape), str(weight.dtype)]
     return cached_file("kernels", what)

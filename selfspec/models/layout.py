@@ -7,7 +7,6 @@ models of the same sizes and dtype.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
-from selfspec.basics.machine import machine, release_memory
+from selfspec.basics.machine import release_memory
 from selfspec.models.families import Parts, is_lean, parts_of
 from selfspec.models.half_storage import half_of, nativise_exactly_, nativise_model_
 from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
 from selfspec.models.native import IN_A_PASS, ROWS
-from selfspec.models.native_library import available, library
+from selfspec.models.native_library import available, library, timing_key
 from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.models.shards import local_weight
 from selfspec.models.stored_linear import StoredEmbedding, StoredLinear
@@ -329,13 +328,8 @@ def _linear_like(module: Any) -> nn.Linear:
 def _path(parts: Parts) -> Path:
     """Return the cache file of the times for this kind of model, number of threads and machine."""
     shapes = [tuple(module.weight.shape) for group in parts.layers[0].groups for module in group.modules]
-    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA", "SELFSPEC_ISA")]
     what = [
-        *settings,
-        machine(torch.device("cpu")),
-        torch.get_num_threads(),
-        torch.__version__,
-        available(),
+        *timing_key(torch.device("cpu")),
         len(parts.layers),
         shapes,
         str(parts.head.module.weight.dtype),

@@ -63,6 +63,18 @@ def available() -> bool:
     return True
 
 
+def timing_key(device: torch.device) -> list[object]:
+    """Return what timings of a model's passes and products depend on besides the model; for the keys of cached ones."""
+    settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA", "SELFSPEC_ISA")]
+    sources = hashlib.sha256("".join(_sources()).encode()).hexdigest()
+    native = sources if device.type == "cpu" and available() else None
+    return [*settings, machine(device), torch.get_num_threads(), torch.__version__, native]
+
+
+def _sources() -> list[str]:
+    return [part.read_text(encoding="utf-8") for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
+
+
 @lru_cache
 def _library(wanted: str, compiler: str, isa: str = "") -> Any:
     """Return the compiled library, or why there is none.
@@ -77,8 +89,7 @@ def _library(wanted: str, compiler: str, isa: str = "") -> Any:
     command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
     if command is None:
         return f"native kernels: no C++ compiler found ({', '.join(names)}); install g++, or set CXX to a compiler"
-    sources = [part.read_text(encoding="utf-8") for part in (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))]
-    key = [*sources, machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
+    key = [*_sources(), machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     here = _HERE if not isa else tuple((*openmp, *ISAS[isa][0]) for openmp in (("-fopenmp",), ()))
     name = hashlib.sha256(repr([*key, *command, _FLAGS, here]).encode()).hexdigest()[:32]
