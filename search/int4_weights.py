@@ -16,14 +16,13 @@ from selfspec.draft_modules.int4_quantization import int4_settings, write_int4
 from selfspec.llm.llm import LLM
 from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, check_parts, sha256_of
 from selfspec.profile.schema import Profile
-from selfspec.types.int4_methods import METHODS, Int4Method
+from selfspec.types.int4_methods import AUTO, CHOICES, METHODS, Int4Method
 
 from .bridging import parts_folder
 from .budget import Deadline
 from .callbacks import SearchCallbacks
 
 INT4 = "int4"  # the weights' name among a profile's parts
-AUTO = "auto"
 GROUP = 64
 ENOUGH = 10_000  # tokens from which GPTQ is better than the weighted grid
 
@@ -38,12 +37,12 @@ def choose_method(method: str, tokens: int) -> Int4Method:
     for known in METHODS:
         if method == known:
             return known
-    raise SelfspecError(f"method '{method}' of quantising is not known; known: {', '.join((AUTO, *METHODS))}")
+    raise SelfspecError(f"method '{method}' of quantising is not known; known: {', '.join(CHOICES)}")
 
 
 def check_int4(llm: LLM, method: str) -> None:
     """Raise `SelfspecError` if `method` is the path of a file that holds no int4 weights for this model."""
-    if method not in (AUTO, *METHODS) and llm.runtime.supports_trained:
+    if method not in CHOICES and llm.runtime.supports_trained:
         open_int4(llm.runtime, Path(method))
 
 
@@ -61,7 +60,7 @@ def int4_for_search(
     if method == "nearest" or not runtime.supports_trained:
         return None
     parts_folder().mkdir(parents=True, exist_ok=True)
-    if method not in (AUTO, *METHODS):
+    if method not in CHOICES:
         file = parts_folder() / f"{INT4}-{sha256_of(Path(method))[:12]}{SUFFIX}"
         write_bytes(file, Path(method).read_bytes())
         return _registered(llm, file)

@@ -16,7 +16,7 @@ from selfspec.basics.files import kind
 from selfspec.basics.option import Option
 from selfspec.llm.options import TopK, TopP, set_greedy
 from selfspec.types.draft_path import MODES, Mode
-from selfspec.types.int4_methods import METHODS
+from selfspec.types.int4_methods import AUTO, CHOICES
 
 from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
@@ -282,9 +282,9 @@ class SearchOptions:
             Store(self.store)
 
     def _check_together(self) -> None:
-        if self.int4 not in ("auto", *METHODS) and kind(Path(self.int4)) != "file":
+        if self.int4 not in CHOICES and kind(Path(self.int4)) != "file":
             raise SelfspecError(
-                f"int4 '{self.int4}': expected auto, {', '.join(METHODS)}, or a file that selfspec quantize made"
+                f"int4 '{self.int4}': expected {', '.join(CHOICES)}, or a file that selfspec quantize made"
             )
         if self.kv == "own" and self.allowed_modes != BYPASSING:
             raise SelfspecError(
@@ -355,19 +355,15 @@ class SearchOptions:
             for field in fields(self)
             if field.name not in _NOT_COMPARED
         }
-        int4 = {} if self.int4 == "auto" else {"int4": self.int4}
-        return (
-            settings
-            | int4
-            | {
-                "logits processors": len(self.logits_processor),
-                "rule": self.decoding.verified_by,
-                "keep": list(self.kept_layers),
-                "modes": list(self.allowed_modes),
-                "drafters": [
-                    proposer.kind if proposer.path is None else f"{proposer.kind} {proposer.path}"
-                    for proposer in self.proposers
-                ],
-                "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
-            }
-        )
+        return settings | {
+            **({} if self.int4 == AUTO else {"int4": self.int4}),
+            "logits processors": len(self.logits_processor),
+            "rule": self.decoding.verified_by,
+            "keep": list(self.kept_layers),
+            "modes": list(self.allowed_modes),
+            "drafters": [
+                proposer.kind if proposer.path is None else f"{proposer.kind} {proposer.path}"
+                for proposer in self.proposers
+            ],
+            "controller": None if self.fixed is None else self.fixed.model_dump(mode="json"),
+        }

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import Option
-from selfspec.types.int4_methods import GROUP_SIZES, METHODS
+from selfspec.types.int4_methods import CHOICES, GROUP_SIZES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class QuantizeOptions:
     seed: Annotated[int, Option(min=0, max=2**32 - 1, metavar="N", help="Random seed of prompts and texts.")] = 0
 
     def __post_init__(self) -> None:
-        if self.method not in ("auto", *METHODS):
-            raise SelfspecError(f"method '{self.method}' is not known; known: auto, {', '.join(METHODS)}")
+        if self.method not in CHOICES:
+            raise SelfspecError(f"method '{self.method}' is not known; known: {', '.join(CHOICES)}")
         if self.group not in GROUP_SIZES:
             raise SelfspecError(f"group {self.group}: expected {' or '.join(map(str, GROUP_SIZES))}")
         if self.texts < 1 or self.max_new_tokens < 1:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from selfspec.models.linears import Call
 from selfspec.models.native import NativeProduct
-from selfspec.models.native_library import available
+from selfspec.models.native_library import Kind, available
 from selfspec.models.stored_linear import StoredLinear
 
 BLOCK = 32  # inputs that share a scale
-_KINDS = {8: 4, 4: 5}  # weight kinds of `native.cpp`, by bits
+_KINDS = {8: Kind.BLOCKS8, 4: Kind.BLOCKS4}  # by bits
 _AT_ONCE = 1024  # outputs dequantised at a time without a compiler
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from selfspec.models.families.base import Parts
 from selfspec.models.linears import Call, Group, is_exact, is_plain
 from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
+from selfspec.models.native_library import Kind
 from selfspec.models.stored_linear import StoredEmbedding, StoredLinear, save_tied_once
 
 HALVES = (torch.bfloat16, torch.float16)
-_KINDS = {torch.bfloat16: 16, torch.float16: 17}  # weight kinds of `native.cpp`
+_KINDS = {torch.bfloat16: Kind.STORED_BFLOAT16, torch.float16: Kind.FLOAT16}
 _ELEMENTS = 2**20  # weights to check or convert at once
 
 
@@ -150,13 +151,18 @@ def halved(weights: Sequence[Tensor], dtype: torch.dtype) -> HalfWeight:
 @torch.no_grad()
 def nativise_exactly_(group: Group) -> None:
     """Replace a group's linears by `HalfLinear`s where that is exact, and otherwise by `nativise_`."""
+    exact = all(map(is_exact, group.modules))
+    _nativise_in_(group, half_of([module.weight for module in group.modules]) if exact else None)
+
+
+def _nativise_in_(group: Group, dtype: torch.dtype | None) -> None:
+    """Replace a group's linears by `HalfLinear`s in `dtype`, in which they are exact; None: by `nativise_`."""
     modules = group.modules
-    dtype = half_of([module.weight for module in modules]) if all(map(is_exact, modules)) else None
     if dtype is None:
         nativise_(group)
     elif any((module.bias is None) != (modules[0].bias is None) for module in modules):
         for name in group.names:
-            nativise_exactly_(Group(group.parent, (name,)))
+            _nativise_in_(Group(group.parent, (name,)), dtype)
     else:
         bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
         fused, start = HalfProduct(halved([module.weight for module in modules], dtype), bias), 0
@@ -179,7 +185,10 @@ def nativise_model_(model: Any, parts: Parts) -> None:
         if all(map(is_exact, group.modules)):
             nativise_exactly_(group)
     if is_exact(head.module):
-        (nativise_ if tied and dtype is None else nativise_exactly_)(head)
+        if tied:
+            _nativise_in_(head, dtype)
+        else:
+            nativise_exactly_(head)
     if dtype is not None:
         shared = head.module.blocks if tied and isinstance(head.module, HalfLinear) else None
         model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype)))

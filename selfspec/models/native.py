@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
 from selfspec.models.low_precision import QuantizedWeight
-from selfspec.models.native_library import library
+from selfspec.models.native_library import KINDS, library
 from selfspec.models.packed_weight import PackedWeight
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
@@ -26,7 +26,6 @@ ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a
 # products, while an eager pass takes a fifth more than its products on a model of 135M parameters, and more on smaller
 # models.
 IN_A_PASS = 0.7
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Weight(ctypes.Structure):

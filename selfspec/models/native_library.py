@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_int64, c_void_p
+from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ ISAS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
 }
 _OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
 _PATIENCE = 120  # timeout of the compiler in seconds
+
+
+class Kind(IntEnum):
+    """The enum `Kind` of `native.cpp`: how a weight is stored."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+    BLOCKS8 = 4
+    BLOCKS4 = 5
+    STORED_BFLOAT16 = 16
+    FLOAT16 = 17
+
+
+KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}  # of tensors, by dtype
 
 
 def library() -> Any:

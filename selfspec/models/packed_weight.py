@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.models.low_precision import Bits, QuantizedWeight, groups_of
-from selfspec.models.native_library import library
+from selfspec.models.native_library import KINDS, Kind, library
 
 _TILE, _BLOCK = 16, 32  # outputs of a tile; inputs of a row that share a scale
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, 8: 2, 4: 3}  # the enum `Kind` of `native.cpp`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class PackedWeight:
         else:
             group, values = groups_of(into) or into, torch.empty(tiles, into // 8, _TILE, 4, dtype=torch.uint8)
             scale = torch.empty(tiles, into // group, 2, _TILE, dtype=torch.bfloat16)
-        sizes = _KINDS[weight.dtype], _KINDS[bits], weight.data_ptr(), out, into, group.bit_length() - 1
+        sizes = KINDS[weight.dtype], _kind(bits), weight.data_ptr(), out, into, group.bit_length() - 1
         library().selfspec_quantize(*sizes, values.data_ptr(), scale.data_ptr(), torch.get_num_threads())
         return cls(values, scale, out, into)
 
@@ -68,9 +67,9 @@ class PackedWeight:
         return 8 if self.scale.dim() == 1 else 4
 
     @property
-    def kind(self) -> int:
-        """The weight's `Kind` in `native.cpp`."""
-        return _KINDS[self.bits]
+    def kind(self) -> Kind:
+        """How native code is to read the weight."""
+        return _kind(self.bits)
 
     @property
     def group(self) -> int:
@@ -86,3 +85,7 @@ class PackedWeight:
         plain = torch.stack([tiles & 15, tiles >> 4], 3).reshape(-1, self.into)[: self.out].to(torch.int8)
         both = self.scale.permute(2, 0, 3, 1).reshape(2, -1, self.scale.shape[1])[:, : self.out]
         return QuantizedWeight(4, plain.contiguous(), both[0].contiguous(), both[1].contiguous())
+
+
+def _kind(bits: Bits) -> Kind:
+    return Kind.INT8 if bits == 8 else Kind.INT4

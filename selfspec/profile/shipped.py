@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -41,4 +42,9 @@ def _shipped_files() -> dict[str, Traversable]:
 
 
 def _shipped(file: Traversable) -> Profile:
-    return parse_profile(file.read_text("utf-8"), source=file.name)
+    return _parsed(file.read_text("utf-8"), file.name)
+
+
+@functools.cache
+def _parsed(text: str, name: str) -> Profile:
+    return parse_profile(text, source=name)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from selfspec.models.families.base import Attention, Mlp
 from selfspec.models.linears import fused_product
-from selfspec.models.native import KINDS, ROWS, LayerStruct, NativeProduct, PassStruct, Segment, SlotsStruct
-from selfspec.models.native_library import library
+from selfspec.models.native import ROWS, LayerStruct, NativeProduct, PassStruct, Segment, SlotsStruct
+from selfspec.models.native_library import KINDS, library
 from selfspec.models.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.models.path_modules import BridgeModule
 from selfspec.models.sizes import Sizes

@@ -6,4 +6,6 @@ from typing import Literal, get_args
 
 Int4Method = Literal["nearest", "weighted", "gptq"]
 METHODS: tuple[Int4Method, ...] = get_args(Int4Method)
+AUTO = "auto"  # chosen by the amount of text
+CHOICES = (AUTO, *METHODS)
 GROUP_SIZES = (64, 32)
