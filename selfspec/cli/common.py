@@ -43,6 +43,7 @@ from selfspec.types.identity import Identity
 from selfspec.types.stats import Finish, Stats
 
 if TYPE_CHECKING:
+    from selfspec.cli.devices import DeviceOptions
     from selfspec.llm.llm import LLM
 
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
@@ -110,6 +111,13 @@ def model_for(model: str | None, profile: Profile | None) -> str:
     name = model if model is not None else named or builtin.NAME
     check_at_hand(name)
     return name
+
+
+def load_llm(model: str, profile: str | Profile, where: DeviceOptions) -> LLM:
+    """Load a model with a profile, on the device and in the dtype of the options."""
+    from selfspec.llm.llm import load
+
+    return load(model, profile=profile, device=where.placement, dtype=where.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from selfspec.cli.common import print_json, quiet, set_threads, stderr
+from selfspec.cli.common import load_llm, print_json, quiet, set_threads, stderr
 from selfspec.cli.options import ConvertCommand
 from selfspec.cli.train import print_usage
 from selfspec.models.loading import check_at_hand
@@ -14,17 +14,11 @@ def run(command: ConvertCommand) -> None:
     check_at_hand(command.model)
     set_threads(command.device_options.threads)
 
-    from selfspec.llm.llm import load
     from selfspec.training.fit import check_folder
     from selfspec.training.published_modules import convert
 
     check_folder(command.out)
-    llm = load(
-        command.model,
-        profile=command.profile,
-        device=command.device_options.placement,
-        dtype=command.device_options.dtype,
-    )
+    llm = load_llm(command.model, command.profile, command.device_options)
     part, profiles, kind, megabytes = convert(llm, command.folder, command.out, llm.known_profile)
     if command.json:
         files = [str(path) for path in profiles]

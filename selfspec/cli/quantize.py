@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from selfspec.cli.common import print_json, quiet, set_threads, stderr
+from selfspec.cli.common import load_llm, print_json, quiet, set_threads, stderr
 from selfspec.cli.quantize_options import QuantizeCommand
 from selfspec.cli.search import SearchWatch
 from selfspec.cli.train import print_usage
@@ -23,15 +23,8 @@ def run(command: QuantizeCommand) -> int:
     prompts = command.data.read()
     set_threads(command.device_options.threads)
 
-    from selfspec.llm.llm import load
-
     console = stderr()
-    llm = load(
-        command.model,
-        profile=command.profile,
-        device=command.device_options.placement,
-        dtype=command.device_options.dtype,
-    )
+    llm = load_llm(command.model, command.profile, command.device_options)
     try:
         with SearchWatch(console) as watch:
             made = quantize(

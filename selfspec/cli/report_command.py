@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
-from selfspec.cli.common import checked_profile, model_for, progress, quiet, set_threads, stderr
+from selfspec.cli.common import checked_profile, load_llm, model_for, progress, quiet, set_threads, stderr
 from selfspec.cli.data import EncodedPrompts
 from selfspec.cli.file_kinds import open_study
 from selfspec.cli.options import ReportCommand
@@ -103,14 +103,13 @@ def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples
     raw_prompts = options.data.read(held_out=True)
     set_threads(options.device_options.threads)
 
-    from selfspec.llm.llm import load
     from selfspec.llm.prompt_encoding import check_chat
 
     try:
         name = model_for(options.model, profile)
         if options.data.chat:
             check_chat(name)
-        llm = load(name, profile=profile, device=options.device_options.placement, dtype=options.device_options.dtype)
+        llm = load_llm(name, profile, options.device_options)
     except SelfspecError as error:
         raise SelfspecError(f"{error}; --no-sample writes the page without loading the model") from None
     encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TextColumn
 
-from selfspec.cli.common import print_json, progress, quiet, set_threads, stage_line, stderr
+from selfspec.cli.common import load_llm, print_json, progress, quiet, set_threads, stage_line, stderr
 from selfspec.cli.options import TrainCommand
 from selfspec.models.loading import check_at_hand
 from selfspec.training.options import check_kind
@@ -33,17 +33,11 @@ def run(command: TrainCommand) -> int:
     prompts = command.data.read()
     set_threads(command.device_options.threads)
 
-    from selfspec.llm.llm import load
     from selfspec.training.fit import check_folder, fit
 
     check_folder(command.out)
     console = stderr()
-    llm = load(
-        command.model,
-        profile=command.profile,
-        device=command.device_options.placement,
-        dtype=command.device_options.dtype,
-    )
+    llm = load_llm(command.model, command.profile, command.device_options)
     with _Watch(console) as watch:
         fitted = fit(
             llm,

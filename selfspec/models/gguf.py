@@ -150,7 +150,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _alone(path: Path) -> dict[str, str]:
     """Return the arguments of `from_pretrained` for a GGUF file, in a folder of its own.
 
-    `transformers` would also read the configurations that lie beside the file, and may run the code that they name.
+    In the file's own folder, `transformers` would also read other configuration files, and may run code named in them.
     """
     return {"pretrained_model_name_or_path": str(_folder_of_its_own(path.resolve())), "gguf_file": path.resolve().name}
 

@@ -10,14 +10,13 @@ class Settings:
     """Access and limits of a server.
 
     `names`: the names by which requests may call the model. `api_key`: the key that requests to `/v1` must send (None:
-    no key). `cors_origins`: the origins of web pages that may send requests (CORS); `*`: any. `hosts`:
-    the values of the `Host` header that are answered, without port (none: any). `rows`: the most texts
-    that a replica decodes at a time. `queue`: the most texts that wait for a cache row. `max_tokens`: the most new
-    tokens of a text (None: as many as fit). `max_model_len`: the most tokens of prompt and new text together (None: as
-    many as fit). `max_body`: the largest request body in bytes. `connections`: the most
-    open connections. `timeout`: the seconds from a request's arrival after
-    which its texts end. `reading`: the seconds within which a request's header, and then its body, must arrive.
-    `grace`: the seconds that running requests have at shutdown.
+    no key). `cors_origins`: the origins of web pages that may send requests (CORS); `*`: any. `hosts`: the values of
+    the `Host` header that are answered, without port (none: any). `rows`: the most texts that a replica decodes at a
+    time. `queue`: the most texts that wait for a cache row. `max_tokens`: the most new tokens of a text (None: as many
+    as fit). `max_model_len`: the most tokens of prompt and new text together (None: as many as fit). `max_body`: the
+    largest request body in bytes. `connections`: the most open connections. `timeout`: the seconds from a request's
+    arrival after which its texts end. `reading`: the seconds within which a request's header, and then its body, must
+    arrive. `grace`: the seconds that running requests have at shutdown.
     """
 
     names: tuple[str, ...]

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Code:
-    """What makes `file` when it is unpickled."""
+    """An object whose unpickling creates `file`: code that a pickle would run."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -1,14 +1,15 @@
-"""What drafts in int4 agree with the model, by how their weights were quantised.
+"""Agreement of int4 drafts with the full model, for each quantiser of weights.
 
     python tests/scripts/rounding.py --model smollm2-135m --shift 16
 
-The model continues calibration prompts, sampled, from which each quantiser knows the inputs of linears, and held-out
-prompts, greedily. At each of the latter's places a draft reads the model's keys, but its own for the last four tokens.
-Told are the share of places where both have the same best token, the mean of 1 - TV at temperature 0.8, the mean KL and
-the processor's seconds of quantising. All attention and MLP linears are in int4, the head in int8.
+The model continues calibration prompts by sampling; the quantisers read the linears' inputs on these texts. It
+continues held-out prompts greedily. At each position of these texts, the draft reads the model's keys, and its own
+keys for the last four tokens. Printed are the share of positions where draft and model have the same best token, the
+means of 1 - TV at temperature 0.8 and of the KL divergence, and the processor seconds of quantising. All attention
+and MLP linears are in int4, the head in int8.
 
-`--shift`: groups begin so many inputs later, for a model whose weights come from a file in 4 bits, on whose own grid a
-draft would be right for that alone: half of the file's group puts half of two of its groups into each of ours.
+`--shift`: the number of inputs by which groups are shifted. A model whose weights come from a 4-bit file loses
+nothing on that file's own groups, so its figures would be too good; shift by half the file's group size.
 """
 
 from __future__ import annotations

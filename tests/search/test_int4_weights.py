@@ -142,7 +142,7 @@ def test_without_time_weights_are_rounded_to_nearest(llm):
 
 
 def test_a_study_remembers_its_weights(llm, clockless, tmp_path):
-    """What is picked from it has them; a resumed search whose paths were rounded to nearest goes on so."""
+    """A profile picked from it uses them; a study whose paths were rounded to nearest resumes with nearest."""
     storage = tmp_path / "trials.jsonl"
     profile = search(llm, storage=storage)
     ledger = Ledger(storage, None)

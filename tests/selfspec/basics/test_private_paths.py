@@ -1,4 +1,4 @@
-"""What other users can have written is told from what only this user can."""
+"""Paths that other users can write to are told from paths that only this user can."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_the_legend_says_what_drafted_in_few_bits():
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_control_characters_are_signs_on_a_terminal_alone(monkeypatch, capsys, terminal):
-    """As OSC 52, which writes to the clipboard; into pipes and files a text goes as it is."""
+    """Such as OSC 52, which writes to the clipboard. In pipes and files the text is unchanged."""
     text = "a\x1b]52;c;aGk=\x07\tb\x9b\n"
     color._put(Console(force_terminal=terminal), None, text)
     out = capsys.readouterr().out

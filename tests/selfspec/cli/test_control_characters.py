@@ -1,4 +1,4 @@
-"""What a profile, a file's name or a study holds acts on no terminal."""
+"""Control characters in profiles, file names and studies do not reach the terminal."""
 
 from __future__ import annotations
 
