@@ -234,7 +234,8 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
         base=fit.base,
         attention=prices["full"].attention,
         mlp=prices["full"].mlp,
-        attention_per_key=_per_key(runtime, context, forward, repeats),
+        attention_per_key=_per_key(runtime, context, FULL, repeats),
+        low_per_key=_per_key(runtime, context, path, repeats) if path.low_precision else None,
         widths=[1, *(k + 1 for k in lengths)],
         verify=verify,
         round=overhead,
@@ -352,12 +353,11 @@ def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
     return lower_quartile(times[repeats // 4 :])
 
 
-def _per_key(runtime: Runtime, context: int, near: float, repeats: int) -> float:
-    """Return the seconds by which one more key in the KV cache slows down one attention sub-layer.
-
-    `near`: the seconds of a forward pass over one token with `context` keys.
-    """
+def _per_key(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> float:
+    """Return the seconds by which one more key in the KV cache slows down one attention sub-layer along a path."""
     far = min(context + 1024, runtime.skeleton.context - 1)
     if far <= context:
         return 0.0
-    return max(forward_seconds(runtime, far, repeats=repeats) - near, 0.0) / (far - context) / runtime.layers
+    near, beyond = (forward_seconds(runtime, keys, repeats=repeats, path=path) for keys in (context, far))
+    attentions = sum(mode != "skip" for mode in path.modes(runtime.layers)[: runtime.layers])
+    return max(beyond - near, 0.0) / (far - context) / max(attentions, 1)

@@ -1,8 +1,9 @@
 """Weight layouts: the order in which the weights of a loaded model are stored in memory.
 
-A decode step without drafts multiplies every weight with one row, a verification pass with a few rows. The fastest
-layout depends on the processor and the sizes, so layouts are timed on the model's own weights. The times are cached for
-models of the same sizes and dtype.
+A decode step without drafts multiplies every weight with one row, a verification pass with a few rows. Layout `native`
+was the fastest on every processor that was measured. Without a C++ compiler the fastest layout depends on the processor
+and the sizes, so layouts are timed on the model's own weights. The times are cached for models of the same sizes and
+dtype.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ _ROUNDS = ((1, 2, 1.65), (1, 3, 1.78), (2, 4, 2.13), (3, 8, 2.6))
 # `_STEP` and `_ROUNDS` of quantised drafts: the acceptance rate is 0.95, and draft steps cost the same in each layout.
 _LOW_STEP, _LOW_ROUNDS = 0.45, ((3, 4, 3.7), (7, 8, 6.6))
 
+_UNTIMED = True  # whether layout `native` is taken without timing
+
 _LAY: dict[str, Callable[[Group], None]] = {
     "rows": join_,
     "columns": partial(join_, columns=True),
@@ -71,10 +74,10 @@ def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, q
     the same way, and stored by columns. `onednn`: packed (`PackedLinear`), for float32 and bfloat16 on a CPU only; the
     unpacked weights are freed, but a head tied to the embedding is then stored twice. `native`: stored by rows for
     selfspec's own CPU kernels (`native.py`), for the dtypes of `onednn`; needs a C++ compiler. Float32 weights are then
-    held in 16 bits where that is exact (`half_storage.py`), and can be neither moved nor cast. `auto`: the layout timed
-    as fastest on this machine for plain decoding; with `drafting`, for drafting and verification; with
-    `quantized_drafts` in addition, for quantised drafts. A model outside `FAMILIES` keeps `rows`. Raises
-    `SelfspecError` for an unknown layout, and for a layout that this model cannot have.
+    held in 16 bits where that is exact (`half_storage.py`), and can be neither moved nor cast. `auto`: `native` if the
+    model can have it, else the layout timed as fastest on this machine for plain decoding; with `drafting`, for
+    drafting and verification; with `quantized_drafts` in addition, for quantised drafts. A model outside `FAMILIES`
+    keeps `rows`. Raises `SelfspecError` for an unknown layout, and for a layout that this model cannot have.
     """
     check_layout(layout)
     if not is_lean(model):  # the model runs through its own forward, on its weights as loaded
@@ -156,12 +159,18 @@ def _packable(parts: Parts) -> bool:
 
 
 def layout_times(model: Any) -> Times:
-    """Return `measure_layouts(model)`, cached; empty if the model can have neither layout `onednn` nor `native`."""
+    """Return `measure_layouts(model)`, cached; empty if the model can have neither layout `onednn` nor `native`.
+
+    Where the model can have layout `native`, that is the only one, and not timed: timing could only err, on a busy
+    machine.
+    """
     if not is_lean(model):
         return {}
     parts = parts_of(model)
     if not _plain(parts) or not (available() or _packable(parts)):
         return {}
+    if _UNTIMED and available():
+        return {"native": dict.fromkeys(WIDTHS, 0.0)}
     path = _path(parts)
     times = _sound(read_cached(path))
     if times is None:

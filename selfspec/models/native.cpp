@@ -79,16 +79,19 @@ struct Pass {
 
 // `n` tokens of one sequence. Its slots lie in blocks of `Place::stride`, whose numbers are in `blocks`. A token sees the
 // slots up to its own, or, with a `mask` [n, kv_len - from] of 0 and -inf, which is added to scores, all those before
-// `from`, and of those from there on what it shows. No slot from `kv_len` on is visible.
+// `from`, and of those from there on what it shows. No slot from `kv_len` on is visible. The slots before `rounded` have int8
+// copies already, in blocks of `ROUNDED_SLOTS` whose numbers are in `rounded_blocks`, counted through a key head: of a static
+// cache, whose rows are one block each.
 struct Segment {
-    int64_t n, kv_len, from;
-    const int64_t *blocks;
+    int64_t n, kv_len, from, rounded;
+    const int64_t *blocks, *rounded_blocks;
     const float *mask;
 };
 
 // Where a pass's `n` tokens stand, those of a segment one after the other. `cos`, `sin` [positions, head_dim]; keys
 // [layers, blocks, kv_heads, head_dim, stride] and values [layers, blocks, kv_heads, stride, head_dim]. `kv_len`: the most
-// that a segment has.
+// that a segment has. The int8 copies of keys [layers, rows, kv_heads, rounded_blocks, head_dim, ROUNDED_SLOTS], of values the
+// last two the other way round, and their scales [layers, rows, kv_heads, rounded_blocks, ROUNDED_SLOTS].
 struct Place {
     int64_t n, kv_len, stride, each_layer;  // numbers from a layer's keys to the next one's
     int64_t segments;
@@ -96,6 +99,10 @@ struct Place {
     const int64_t *positions, *slots;
     const float *cos, *sin;
     void *keys, *values;
+    int8_t *rounded_keys, *rounded_values;
+    float *key_scales, *value_scales;
+    // Whether attention reads the int8 copies; numbers from a layer's to the next one's; blocks of a head.
+    int64_t rounded, each_rounded, rounded_blocks;
     int64_t num_captured;  // residual streams to copy, each [n, hidden], one after the other to `captured`
     const int64_t *captured_layers;  // the layers whose input each of them is
     float *captured;
@@ -576,152 +583,12 @@ INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  
     }
 }
 
-constexpr int QUERIES = 4;  // that read a key head at once
+#include "attention.h"
 
-// Floats that a query's scores are kept in: whole vectors, also beyond the last slot.
-static int64_t score_floats(const Place &place) { return (place.kv_len + V) / V * V + V; }
-
-// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. `mask`: from slot `from`.
-struct Query {
-    const float *q, *mask;
-    int64_t kv_len, from;
-    float *scores, *out;
-};
-
-// What of a key head lies in one block after another: `keys` [d, stride] and `values` [stride, d] of the first block in
-// memory, those of the next one `each` numbers later.
-template <typename T> struct Head {
-    const T *keys, *values;
-    const int64_t *blocks;
-    int64_t stride, each;
-};
-
-// Scores of Q queries of one key head over B vectors of slots from s on, whose keys begin at `keys`; `most`: the largest
-// so far.
-template <typename T, int Q, int B>
-INLINE void score(const Query *query, const T *keys, int64_t s, int64_t stride, int64_t d, floats (&most)[Q]) {
-    floats a[Q][B] = {};
-    for (int64_t k = 0; k < d; k++)
-        for (int i = 0; i < B; i++) {
-            floats key = at(keys + k * stride + i * V);
-            if (i == 0) __builtin_prefetch(keys + k * stride + B * V);
-            for (int j = 0; j < Q; j++) a[j][i] = fused(key, floats{} + query[j].q[k], a[j][i]);
-        }
-    ints lane;
-    for (int i = 0; i < V; i++) lane[i] = i + (int)s;
-    for (int i = 0; i < B; i++, lane += V)
-        for (int j = 0; j < Q; j++) {
-            const float *mask = query[j].mask;
-            const int64_t from = s + i * V, to = from + V < query[j].kv_len ? from + V : query[j].kv_len;
-            floats x = a[j][i];
-            if (mask)
-                for (int64_t l = from > query[j].from ? from : query[j].from; l < to; l++) x[l - from] += mask[l - query[j].from];
-            x = lane < (int)query[j].kv_len ? x : floats{} - INFINITY;
-            *(floats *)(query[j].scores + from) = x;
-            most[j] = x > most[j] ? x : most[j];
-        }
-}
-
-// N vectors, from k on, of the Q queries' outputs. Slots are summed one by one: those that are masked, between those
-// that are, change nothing, so that a token gives the same bits in a tree and in a chain.
-template <typename T, int Q, int N>
-INLINE void mix(const Query *query, const Head<T> &head, int64_t kv_len, int64_t d, int64_t k) {
-    floats o[Q][N] = {};
-    float sum[Q] = {};
-    for (int64_t first = 0, b = 0; first < kv_len; first += head.stride, b++) {
-        const T *values = head.values + head.blocks[b] * head.each;
-        const int64_t end = kv_len - first < head.stride ? kv_len - first : head.stride;
-        for (int64_t s = 0; s < end; s++) {
-            for (int i = 0; i < N; i++) {
-                floats value = at(values + s * d + k + i * V);
-                for (int j = 0; j < Q; j++) o[j][i] = fused(value, floats{} + query[j].scores[first + s], o[j][i]);
-            }
-            for (int j = 0; j < Q; j++) sum[j] += query[j].scores[first + s];
-        }
-    }
-    for (int j = 0; j < Q; j++)
-        for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i] / sum[j];
-}
-
-// Attention of Q queries over one key head. Slots beyond `kv_len`, spare ones too, are read with weight 0.
-template <typename T, int Q>
-static void attend(const Query *query, const Head<T> &head, int64_t d) {
-    floats most[Q];
-    int64_t kv_len = 0;
-    for (int j = 0; j < Q; j++) {
-        most[j] = floats{} - INFINITY;
-        if (query[j].kv_len > kv_len) kv_len = query[j].kv_len;
-    }
-    constexpr int B = Q > 1 ? 2 : 4;
-    for (int64_t first = 0, b = 0; first < kv_len; first += head.stride, b++) {
-        const T *keys = head.keys + head.blocks[b] * head.each;
-        const int64_t end = kv_len - first < head.stride ? kv_len - first : head.stride;
-        int64_t s = 0;
-        for (; s + B * V <= end; s += B * V) score<T, Q, B>(query, keys + s, first + s, head.stride, d, most);
-        for (; s < end; s += V) score<T, Q, 1>(query, keys + s, first + s, head.stride, d, most);
-    }
-    for (int j = 0; j < Q; j++) {
-        float largest = most[j][0];
-        for (int i = 1; i < V; i++) largest = most[j][i] > largest ? most[j][i] : largest;
-        for (int64_t s = 0; s < kv_len; s += V) *(floats *)(query[j].scores + s) = exponential(at(query[j].scores + s) - largest);
-    }
-    int64_t k = 0;
-    for (; k + 4 * V <= d; k += 4 * V) mix<T, Q, 4>(query, head, kv_len, d, k);
-    for (; k < d; k += V) mix<T, Q, 1>(query, head, kv_len, d, k);
-}
-
-// Attention's share of a segment: key heads times the queries that read one at once, by number.
-struct Shares {
-    int64_t of_head, each, parts, items, cost;
-    Shares(const Pass &p, const Segment &segment, int64_t each)
-        : of_head(segment.n * (p.heads / p.kv_heads)), each(each), parts((of_head + each - 1) / each), items(p.kv_heads * parts), cost(segment.kv_len + 4 * V) {}
-};
-
-// One of them: of the queries of the tokens from `first` on.
+// Turns a head's queries or keys of all tokens, scales queries, and writes keys and values to the cache; `Place::rounded`: in
+// int8 too, with those before them that have no int8 copy yet.
 template <typename T>
-static void attend_one(const Pass &p, const Place &place, const Segment &segment, const Shares &of, int64_t item, int64_t first, const float *qkv, const T *keys, const T *values, float *scores, float *mixed) {
-    const int64_t d = p.head_dim, group = p.heads / p.kv_heads, width = (p.heads + 2 * p.kv_heads) * d, room = score_floats(place);
-    const int64_t head = item / of.parts, from = item % of.parts * of.each, to = from + of.each < of.of_head ? from + of.each : of.of_head;
-    Query query[QUERIES];
-    for (int64_t j = from; j < to; j++) {
-        const int64_t i = j / group, r = first + i, h = head * group + j % group;
-        const float *mask = segment.mask ? segment.mask + i * (segment.kv_len - segment.from) : nullptr;
-        const int64_t kv_len = mask ? segment.kv_len : place.slots[r] + 1;
-        query[j - from] = Query{qkv + r * width + h * d, mask, kv_len, segment.from, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
-    }
-    const int64_t at = head * place.stride * d;
-    const Head<T> read = {keys + at, values + at, segment.blocks, place.stride, p.kv_heads * place.stride * d};
-    switch (to - from) {
-        case 1: return attend<T, 1>(query, read, d);
-        case 2: return attend<T, 2>(query, read, d);
-        case 3: return attend<T, 3>(query, read, d);
-        default: return attend<T, 4>(query, read, d);
-    }
-}
-
-// This thread's share of attention, by what it takes: neighbours, of few segments and heads.
-template <typename T>
-static void attention(const Pass &p, const Place &place, const float *qkv, const T *keys, const T *values, float *scores, float *mixed, const Team &team) {
-    const int64_t queries = place.n * p.heads, each = queries >= 8 * team.threads ? QUERIES : queries >= 4 * team.threads ? 2 : 1;
-    int64_t all = 0, before = 0, first = 0;
-    for (int64_t i = 0; i < place.segments; i++) {
-        const Shares of(p, place.segment[i], each);
-        all += of.items * of.cost;
-    }
-    const int64_t begin = team.share(all, 1), end = team.end(all, 1);
-    for (int64_t i = 0; i < place.segments && before < end; i++) {
-        const Segment &segment = place.segment[i];
-        const Shares of(p, segment, each);
-        for (int64_t item = begin > before ? (begin - before + of.cost - 1) / of.cost : 0; item < of.items && before + item * of.cost < end; item++)
-            attend_one<T>(p, place, segment, of, item, first, qkv, keys, values, scores, mixed);
-        before += of.items * of.cost;
-        first += segment.n;
-    }
-}
-
-// Turns a head's queries or keys of all tokens, scales queries, and writes keys and values to the cache.
-template <typename T>
-static void place_head(const Pass &p, const Place &place, int64_t h, float *qkv, T *keys, T *values) {
+static void place_head(const Pass &p, const Place &place, int64_t h, float *qkv, T *keys, T *values, const Head<int8_t> &rounded) {
     const int64_t d = p.head_dim, width = (p.heads + 2 * p.kv_heads) * d, stride = place.stride;
     for (int64_t i = 0, r = 0; i < place.segments; i++)
         for (const int64_t end = r + place.segment[i].n; r < end; r++) {
@@ -738,6 +605,18 @@ static void place_head(const Pass &p, const Place &place, int64_t h, float *qkv,
                 for (int64_t k = 0; k < d; k++) keep(to + k, head[k]);
             }
         }
+    if (!place.rounded || h < p.heads) return;
+    const bool is_key = h < p.heads + p.kv_heads;
+    const int64_t kv_head = (h - p.heads) % p.kv_heads;
+    for (int64_t i = 0; i < place.segments; i++) {
+        const Segment &segment = place.segment[i];
+        const int64_t at = (segment.blocks[0] * p.kv_heads + kv_head) * stride * d;
+        const Head<int8_t> to = head_of(rounded, segment, kv_head, d);
+        if (is_key)
+            round_keys(keys + at, segment.rounded, segment.kv_len, stride, d, to);
+        else
+            round_values(values + at, segment.rounded, segment.kv_len, d, to);
+    }
 }
 
 // What thread t does of a pass. `shared`, `own`: what it computes in.
@@ -746,20 +625,25 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
     const int64_t n = place.n, d = p.head_dim, D = p.hidden, I = p.intermediate;
     const int64_t heads = p.heads + 2 * p.kv_heads, width = heads * d;
     float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
-    float *gate_up = activated + n * I;
+    float *gate_up = activated + n * I, *shared_scores = gate_up + 2 * n * I;
     for (int64_t l = 0; l < p.layers; l++) {
         for (int64_t k = 0; k < place.num_captured; k++)
             if (place.captured_layers[k] == l)
                 for (int64_t i = team.share(n * D, 16); i < team.end(n * D, 16); i++) place.captured[k * n * D + i] = stream[i];
         const Layer &layer = p.layer[l];
         T *keys = (T *)place.keys + l * place.each_layer, *values = (T *)place.values + l * place.each_layer;
+        const int64_t of_layer = l * place.each_rounded;
+        const Head<int8_t> rounded = {place.rounded_keys + of_layer, place.rounded_values + of_layer, place.key_scales + of_layer / d, place.value_scales + of_layer / d, nullptr, ROUNDED_SLOTS, ROUNDED_SLOTS * d, place.rounded_blocks * ROUNDED_SLOTS * d};
         if (layer.qkv) {
             normed(stream, D, (const T *)layer.before_attention, p.eps, own, n, D);
             multiply(*layer.qkv, team.share(width, 16), team.end(width, 16), own, D, qkv, width, n, false);
             team.wait();
-            for (int64_t h = team.share(heads, 1); h < team.end(heads, 1); h++) place_head<T>(p, place, h, qkv, keys, values);
+            for (int64_t h = team.share(heads, 1); h < team.end(heads, 1); h++) place_head<T>(p, place, h, qkv, keys, values, rounded);
             team.wait();
-            attention<T>(p, place, qkv, keys, values, scores, mixed, team);
+            if (place.rounded)
+                attention<int8_t>(p, place, qkv, rounded, scores, shared_scores, mixed, team);
+            else
+                attention<T>(p, place, qkv, {keys, values, nullptr, nullptr, nullptr, place.stride, p.kv_heads * place.stride * d, place.stride * d}, scores, shared_scores, mixed, team);
             team.wait();
             multiply(*layer.o, team.share(D, 16), team.end(D, 16), mixed, p.heads * d, stream, D, n, true);
             team.wait();
@@ -793,14 +677,14 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
 }
 
 // Floats that a pass computes in: those that threads share, and those of each.
-static int64_t shared_floats(const Pass &p, const Place &place) {
-    return place.n * (2 * (p.heads + p.kv_heads) * p.head_dim + 3 * p.intermediate);
+static int64_t shared_floats(const Pass &p, const Place &place, int64_t threads) {
+    return place.n * (2 * (p.heads + p.kv_heads) * p.head_dim + 3 * p.intermediate) + shared_score_floats(p, place, threads);
 }
-static int64_t own_floats(const Pass &p, const Place &place) { return place.n * p.hidden + QUERIES * score_floats(place); }
+static int64_t own_floats(const Pass &p, const Place &place) { return place.n * p.hidden + MOST_QUERIES * score_floats(place); }
 
 template <typename T>
 static void pass(const Pass &p, const Place &place, float *stream, float *out, float *scratch, int64_t threads) {
-    float *owns = scratch + shared_floats(p, place);
+    float *owns = scratch + shared_floats(p, place, threads);
     if (threads < 2) {
         run<T>(p, place, stream, scratch, owns, Team(0, 1));
     } else {
@@ -886,7 +770,7 @@ void selfspec_quantize(int64_t from, int64_t kind, const void *weights, int64_t 
 
 // Floats of scratch that `selfspec_pass` computes in.
 int64_t selfspec_scratch(const Pass *p, const Place *place, int64_t threads) {
-    return shared_floats(*p, *place) + threads * own_floats(*p, *place);
+    return shared_floats(*p, *place, threads) + threads * own_floats(*p, *place);
 }
 
 // Runs the stream [n, hidden] through the layers, in place; `out` [n, hidden], unless null: what the last norm makes of it.

@@ -61,8 +61,8 @@ class Segment(ctypes.Structure):
     """The struct `Segment` of `native.cpp`: the tokens of one sequence in a pass."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("n", "kv_len", "first")),
-        *((name, c_void_p) for name in ("blocks", "mask")),
+        *((name, c_int64) for name in ("n", "kv_len", "first", "rounded")),
+        *((name, c_void_p) for name in ("blocks", "rounded_blocks", "mask")),
     ]
 
 
@@ -72,6 +72,8 @@ class SlotsStruct(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "kv_len", "stride", "each_layer", "segments")),
         *((name, c_void_p) for name in ("segment", "positions", "slots", "cos", "sin", "keys", "values")),
+        *((name, c_void_p) for name in ("rounded_keys", "rounded_values", "key_scales", "value_scales")),
+        *((name, c_int64) for name in ("rounded", "each_rounded", "rounded_blocks")),
         ("num_captured", c_int64),
         ("captured_layers", c_void_p),
         ("captured", c_void_p),

@@ -1,12 +1,14 @@
 """The static KV cache: tensors of fixed size for all sequences, with a committed length for each sequence.
 
-A cache row holds one sequence. A cache slot stores one token's keys and values of every layer.
+A cache row holds one sequence. A cache slot stores one token's keys and values of every layer. Drafts may read int8
+copies of keys and values, as in QuantSpec (arXiv 2502.10424).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,33 @@ ALL_ROWS = slice(None)
 Move = tuple[int, int, int, Sequence[int]]
 """`(dst_row, src_row, dst_start, src_slots)`: copy these source slots to consecutive slots from `dst_start` on."""
 _SPARE = 16  # extra slots of each row: padding is written there, and kernels that read whole vectors may overrun
+
+
+class Int8Copies:
+    """Int8 copies of a cache's values `[L, rows, H_kv, slots, d]`, and of its keys, in blocks of `BLOCK` slots.
+
+    Keys are `[L, rows, H_kv, blocks, d, BLOCK]` and values `[L, rows, H_kv, blocks, BLOCK, d]`: drafts read a head's in
+    the order of memory. `table` `[rows, blocks]` holds the numbers of the blocks of each row's first head. A slot's
+    keys of a head, and its values, are rounded by their largest one: `scales` `[2, L, rows, H_kv, blocks, BLOCK]` are
+    those of keys and of values. Native passes round slots before they read them. `valid[row]`: the number of a row's
+    first slots whose copies are those of the present keys and values.
+    """
+
+    BLOCK: ClassVar[int] = 64  # as in `attention.h`
+
+    def __init__(self, values: Tensor) -> None:
+        layers, rows, heads, slots, d = values.shape
+        blocks = -(-slots // self.BLOCK)
+        self.table = torch.arange(rows * heads * blocks).view(rows, -1)[:, :blocks]
+        self.keys = torch.empty(layers, rows, heads, blocks, d, self.BLOCK, dtype=torch.int8)
+        self.values = torch.empty(layers, rows, heads, blocks, self.BLOCK, d, dtype=torch.int8)
+        self.scales = torch.empty(2, *self.values.shape[:-1])
+        self.valid = [0] * rows
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.keys.nbytes + self.values.nbytes + self.scales.nbytes
 
 
 class Cache(CacheRows):
@@ -68,6 +97,7 @@ class Cache(CacheRows):
         slot_numbers = torch.arange(slots + _SPARE, device=devices[0])
         self.positions = slot_numbers.repeat(rows, 1) if track_positions else None
         self.on_move: Callable[[Move], None] | None = None  # callback before each move within the cache
+        self._copies: Int8Copies | None = None
 
     @property
     def spare(self) -> int:
@@ -83,8 +113,23 @@ class Cache(CacheRows):
 
     @property
     def bytes(self) -> int:
-        """Size of the keys and values in bytes."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        """Size of the keys and values in bytes, with that of int8 copies."""
+        copies = 0 if self._copies is None else self._copies.bytes
+        return copies + sum(int(t.nbytes) for t in (*self.keys, *self.values))
+
+    @property
+    def copies(self) -> Int8Copies:
+        """The int8 copies, made at the first use. Only for transposed keys on the CPU."""
+        if self._copies is None:
+            self._copies = Int8Copies(self._buffers[0][1])
+        return self._copies
+
+    def written(self, rows: slice, slots: int | Tensor) -> None:
+        """Note that keys and values of these rows are about to be written, from the first of `slots` on."""
+        if self._copies is not None:
+            valid, first = self._copies.valid, slots if isinstance(slots, int) else int(slots.min())
+            for row in range(*rows.indices(self.rows)):
+                valid[row] = min(valid[row], first)
 
     def kv_views(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of keys `[B * H_kv, d, S]` and values `[B * H_kv, S, d]` for each layer.
@@ -170,6 +215,7 @@ class Cache(CacheRows):
         if self.on_move is not None:
             self.on_move(move)
         row, source, start, slots = move
+        self.written(slice(row, row + 1), start)
         slot_index = torch.tensor(slots)
         for t in (t for pair in self._buffers for t in pair):  # all layers of a device at once
             t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, slot_index.to(t.device)))

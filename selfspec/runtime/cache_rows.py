@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 
 class CacheRows:
     """The rows of a KV cache, one for each sequence, each of at most `slots` slots.
@@ -32,6 +34,9 @@ class CacheRows:
         known = self.known(row)
         pairs = enumerate(zip(known, tokens, strict=False))
         return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(known), len(tokens)))
+
+    def written(self, rows: slice, slots: int | Tensor) -> None:
+        """Note that keys and values of these rows are about to be written, from the first of `slots` on."""
 
     def rewind(self, row: int, length: int) -> None:
         """Set a row's length to `length`, which discards the slots from `length` on."""

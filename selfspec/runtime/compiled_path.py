@@ -44,7 +44,8 @@ class CompiledPath:
     names the sub-layers and heads that could not be quantised and run in full precision ("attention 3", "mlp 3",
     "head"). `native` runs the blocks and the last norm as one native call (None: native code does not support them).
     `batch_invariant_head` is a head whose logits of a token have the same bits in a batch of any size, or None.
-    `resources` are the modules made for the path, kept alive by it.
+    `int8_cache`: whether native passes read the KV cache's int8 copies, as all quantised drafts do. `resources` are the
+    modules made for the path, kept alive by it.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
@@ -53,6 +54,7 @@ class CompiledPath:
     unquantized: tuple[str, ...] = ()
     native: NativePass | None = None
     batch_invariant_head: Call | None = None
+    int8_cache: bool = False
     resources: tuple[_PathModule, ...] = field(default=(), repr=False)
 
 
@@ -187,7 +189,14 @@ class Paths:
         batch_invariant_head = None if native is None else batch_invariant(runs_head)
         size = sum(m.bytes for m in resources)
         return CompiledPath(
-            tuple(runs), runs_head, size, tuple(unquantized), native, batch_invariant_head, tuple(resources)
+            tuple(runs),
+            runs_head,
+            size,
+            tuple(unquantized),
+            native,
+            batch_invariant_head,
+            path.low_precision,
+            tuple(resources),
         )
 
     def _parts(self, path: DraftPath) -> list[tuple[SubLayer, int, Mode]]:

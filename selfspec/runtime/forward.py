@@ -223,6 +223,7 @@ class Runtime:
         batch, n = tokens.shape
         compiled = self._full if path is None else path
         slots = positions if slots is None else slots
+        self.cache.written(rows, slots)
         native = self._native if batch == 1 and compiled.native is not None and not between else None
         if self._min_window is not None and self._hides(positions, slots, n, rows):
             native = None
@@ -253,6 +254,8 @@ class Runtime:
         """
         compiled = self._full if path is None else path
         if self._native is not None and compiled.native is not None and self._min_window is None:
+            for row, _, start, _ in placed:
+                self.cache.written(slice(row, row + 1), start)
             return self._native.forward_drafts(compiled, placed, hidden=hidden, logits=logits)
         wanted: Literal["all"] | None = "all" if logits else None
         tokens, positions, slots, mask, rows, batch_rows = lay_out(
@@ -296,6 +299,7 @@ class Runtime:
         """
         batch, n, _ = x.shape
         slots = positions if slots is None else slots
+        self.cache.written(rows, slots)
         if self._min_window is not None and part == "attention":
             self._hides(positions, slots, n, rows)
         return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
@@ -306,6 +310,7 @@ class Runtime:
 
         The text's keys and values overwrite those in row 0 of the cache. Call within a session.
         """
+        self.cache.written(ALL_ROWS, 0)
         if self._min_window is not None:
             self._hides(0, 0, x.shape[1], ALL_ROWS)
         return self._eager_runner.run_layer(index, block, x, PassInputs(1, x.shape[1], 0, 0, None, ALL_ROWS))

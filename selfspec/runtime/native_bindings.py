@@ -21,7 +21,7 @@ from selfspec.models.native_library import KINDS, library
 from selfspec.models.norms import Norm, RoundedNorm, ScaledNorm
 from selfspec.models.path_modules import BridgeModule
 from selfspec.models.sizes import Sizes
-from selfspec.runtime.cache import Cache
+from selfspec.runtime.cache import Cache, Int8Copies
 from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.tree_batch import PlacedDraft, tree_mask
 
@@ -93,6 +93,7 @@ class NativeBatch:
         self._row_struct.segments, self._row_struct.segment = 1, ctypes.addressof(self._segment)
         self.slots_struct = self._row_struct
         self._resources: Any = ()  # keeps alive what `slots_struct` points to
+        self._copies: Int8Copies | None = None
 
     def _checked(self, indices: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
         """Return positions or slots as int64, and the largest. Raises `RuntimeError` for any not in 0 to `end` - 1."""
@@ -103,12 +104,37 @@ class NativeBatch:
             raise _beyond(first if first < 0 else last, end)
         return (self._numbers[indices : indices + n] if isinstance(indices, int) else indices.long().contiguous()), last
 
+    def _round(self, segment: Segment, row: int, first: int, int8_cache: bool) -> None:
+        """Set whether attention reads int8 copies, and which slots are rounded: `first` is the first one written."""
+        place = self.slots_struct
+        place.rounded = int8_cache and isinstance(self._cache, Cache)
+        if not place.rounded:
+            return
+        assert isinstance(self._cache, Cache)
+        copies = self._cache.copies
+        if copies is not self._copies:
+            self._copies = copies
+            for struct in (self._row_struct, self._drafts_struct):
+                struct.rounded_keys, struct.rounded_values = copies.keys.data_ptr(), copies.values.data_ptr()
+                struct.key_scales, struct.value_scales = (scales.data_ptr() for scales in copies.scales)
+                struct.each_rounded, struct.rounded_blocks = copies.keys[0].numel(), copies.table.shape[1]
+        segment.rounded, copies.valid[row] = min(copies.valid[row], first), first
+        segment.rounded_blocks = copies.table[row].data_ptr()
+
     def for_row(
-        self, n: int, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, row: int
+        self,
+        n: int,
+        positions: int | Tensor,
+        slots: int | Tensor,
+        mask: Tensor | None,
+        row: int,
+        *,
+        int8_cache: bool = False,
     ) -> NativeBatch:
         """Set up a pass over `n` tokens of one cache row.
 
-        `mask` is additive, `[1, 1, n, S]`; other arguments as in `Runtime.forward`. Raises `RuntimeError` for positions
+        `mask` is additive, `[1, 1, n, S]`; `int8_cache`: whether attention reads the cache's int8 copies, if it has
+        any; other arguments as in `Runtime.forward`. Raises `RuntimeError` for positions
         or slots out of range.
         """
         self.slots_struct, segment = self._row_struct, self._segment
@@ -120,13 +146,14 @@ class NativeBatch:
             mask = mask[..., :end].float().contiguous()
         self._resources = (position_ids, to, mask)
         segment.n = place.n = n
+        self._round(segment, row, slots if isinstance(slots, int) else int(slots.min()), int8_cache)
         segment.kv_len = place.kv_len = last + 1 if mask is None else mask.shape[-1]
         segment.mask = None if mask is None else mask.data_ptr()
         place.positions, place.slots = position_ids.data_ptr(), to.data_ptr()
         return self
 
-    def for_drafts(self, placed: Sequence[PlacedDraft]) -> NativeBatch:
-        """Set up a pass over drafts, each with its root first.
+    def for_drafts(self, placed: Sequence[PlacedDraft], *, int8_cache: bool = False) -> NativeBatch:
+        """Set up a pass over drafts, each with its root first; `int8_cache` is as in `for_row`.
 
         Raises `RuntimeError` for positions or slots out of range.
         """
@@ -137,6 +164,7 @@ class NativeBatch:
         for segment, (row, _, start, draft) in zip(segments, placed, strict=True):
             segment.blocks, end = self._cache.blocks_of(row)
             segment.n, segment.kv_len = 1 + len(draft), start + 1 + len(draft)
+            self._round(segment, row, start, int8_cache)
             places = range(start, segment.kv_len)
             slots.extend(places)
             if draft.is_chain:

@@ -54,7 +54,7 @@ class NativeRunner:
                     )
                 )
             return joined(steps)
-        batch = self._batch.for_row(n, positions, slots, mask, row)
+        batch = self._batch.for_row(n, positions, slots, mask, row, int8_cache=compiled.int8_cache)
         normed, streams = self._run(compiled, tokens, batch, hidden, logits is not None)
         hidden_streams = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
         if normed is None:
@@ -71,9 +71,9 @@ class NativeRunner:
             ids += (placement.root, *placement.draft.tokens)
         row, _, start, draft = placed[0]
         if len(placed) == 1 and draft.is_chain:
-            batch = self._batch.for_row(len(ids), start, start, None, row)
+            batch = self._batch.for_row(len(ids), start, start, None, row, int8_cache=compiled.int8_cache)
         else:
-            batch = self._batch.for_drafts(placed)
+            batch = self._batch.for_drafts(placed, int8_cache=compiled.int8_cache)
         normed, streams = self._run(compiled, torch.tensor([ids]), batch, hidden, logits)
         ends = list(accumulate(1 + len(placement.draft) for placement in placed))
         spans = [slice(*span) for span in pairwise((0, *ends))]

@@ -33,12 +33,12 @@ class CostModel(Data):
     """Seconds, measured on one model, device and dtype with `context` keys in the cache.
 
     A draft step takes `base`, plus `attention` and `mlp` for each such sub-layer that runs. Each attention sub-layer
-    takes `attention_per_key` more for every cached key beyond `context`, or less for fewer keys. A verification pass of
-    `widths[i]` rows takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every
-    round takes `round` on top. `prefill` is per prompt token. `head` is the part of `base` that the language-model head
-    over the whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to a draft step
-    over one token.
-    `low`: the costs of quantised sub-layers and head, by mode; a missing mode is assumed to cost as much as full
+    takes `attention_per_key` more for every cached key beyond `context`, or less for fewer keys; along a quantised
+    path, which reads int8 copies of keys and values, `low_per_key` (None: as much). A verification pass of `widths[i]`
+    rows takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes
+    `round` on top. `prefill` is per prompt token. `head` is the part of `base` that the language-model head over the
+    whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to a draft step over one
+    token. `low`: the costs of quantised sub-layers and head, by mode; a missing mode is assumed to cost as much as full
     precision. `fastest`: the time of a plain decode step with the weight layout that suits it, if the measured layout
     suits drafting. `error`: mean relative error of the draft step's cost on paths left out of the fit.
     """
@@ -48,6 +48,7 @@ class CostModel(Data):
     attention: Seconds
     mlp: Seconds
     attention_per_key: Seconds = 0.0
+    low_per_key: Seconds | None = None
     widths: Annotated[list[Positive], Field(min_length=1)]
     verify: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
     round: Seconds
@@ -87,7 +88,8 @@ class CostModel(Data):
         """
         path = as_path(path)
         further = 0 if keys is None else keys - self.context
-        per_key = further * self.attention_per_key
+        low = self.low_per_key if path.low_precision else None
+        per_key = further * (self.attention_per_key if low is None else low)
         seconds = self.base
         prices = self._prices
         for mode, cost in prices.items():

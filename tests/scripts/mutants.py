@@ -41,6 +41,11 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "int8 copies: of keys and values that were overwritten",
+        "selfspec/runtime/cache.py", "valid[row] = min(valid[row], first)", "valid[row] = valid[row]",
+        "runtime/test_int8_copies.py",
+    ),
     # -- found by planting bugs before
     Mutant(
         "stop strings: the first that was found, not the earliest",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +13,14 @@ import torch
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import needs_native
 from lowering import kernels
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selfspec.basics.files import cache_folder
 from selfspec.models import kernels as chosen
+from selfspec.models import native_library
 from selfspec.models.kernels import COARSER, KERNELS, ON_CUDA, float8, int4_weight_only_cuda, kernel_for, kernel_times
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import QuantizedWeight, bytes_of, fake, quantize, quantize_group
@@ -276,3 +280,17 @@ def test_the_choice_on_cuda(bits, fresh_cache):
     best = sorted(times, key=times.__getitem__)
     near = [name for name in best if times[name] < 1.2 * times[best[0]]]  # timed anew, the order of others stays
     assert kernel_for(weight, bits) in ([ON_CUDA[bits][name] for name in near] or [fake])
+
+
+def test_a_wheel_holds_every_source_that_is_compiled():
+    root = Path(native_library.__file__).parents[2]
+    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["selfspec.models"]
+    folder = root / "selfspec" / "models"
+    sources = {path for path in folder.iterdir() if path.suffix in (".cpp", ".h")}
+    assert {path for pattern in data for path in folder.glob(pattern)} >= sources
+
+
+@needs_native
+def test_a_compiled_kernel_is_not_timed(monkeypatch):
+    monkeypatch.setattr(chosen, "kernel_times", None)
+    assert [kernel_for(torch.randn(8, 64), bits) for bits in (8, 4)] == [chosen.native] * 2

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from layouts import AVAILABLE, fastest, needs_bfloat16, needs_onednn
+from layouts import AVAILABLE, fastest, needs_bfloat16, needs_native, needs_onednn
 from models import CONFIGS, plain, tiny
 
 import selfspec
@@ -239,3 +239,11 @@ def test_a_layout_that_is_not_to_be_had_is_left_out(monkeypatch):
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse, raising=False)
     assert set(measure_layouts(single("llama"))) == {*AVAILABLE} - {"onednn"}
+
+
+@needs_native
+def test_native_is_taken_without_timing(monkeypatch):
+    monkeypatch.setattr(layout, "_UNTIMED", True)
+    monkeypatch.setattr(layout, "measure_layouts", None)
+    assert apply_layout_(single("llama"), drafting=True) == "native"
+    assert apply_layout_(tiny(CONFIGS["llama"], dtype=torch.float64)) == "rows"

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
 from selfspec.types.draft_work import DRAFT_STEP, NO_WORK, DraftCall, steps_of
 from selfspec.types.identity import Identity
 from selfspec.types.skip import SkipSet
@@ -32,6 +33,14 @@ def test_a_draft_step_costs_what_runs():
     assert COSTS.draft(SkipSet((0, 1), (2,)), 4) == 1 + 2 * 0.5 + 3 * 0.25
     assert COSTS.draft(SkipSet(), 4, keys=300) == pytest.approx(4 + 4 * 0.2)
     assert COSTS.draft_share(SkipSet(), 4) == 4 / 12
+
+
+def test_quantised_drafts_read_int8_copies_of_keys_and_values():
+    low = DraftPath.from_modes(["int8"] * 8)
+    assert COSTS.draft(low, 4, keys=300) == pytest.approx(4 + 4 * 0.2)
+    cheaper = COSTS.model_copy(update={"low_per_key": 0.00025})
+    assert cheaper.draft(low, 4, keys=300) == pytest.approx(4 + 4 * 0.05)
+    assert cheaper.draft(SkipSet(), 4, keys=300) == pytest.approx(4 + 4 * 0.2)
 
 
 def test_widths_between_and_beyond_the_measured_ones():

@@ -1,0 +1,343 @@
+// Attention of the queries that read one key head, over its slots in tiles. Part of `native.cpp`.
+//
+// A tile's keys and values stay near while all of these queries read them, four at once. Slots are summed one by one: those
+// that are masked, between those that are, change nothing, so that a token gives the same bits in a tree and in a chain,
+// and alone and among others.
+#pragma once
+
+constexpr int QUERIES = 4;            // that read a vector of keys or values at once
+constexpr int64_t MOST_QUERIES = 16;  // of one key head, whose scores are kept at once
+constexpr int64_t SHARED_QUERIES = 64;  // of one key head, at most, whose slots threads share
+constexpr int64_t SLOTS = 128;          // of a tile
+constexpr int64_t ROUNDED_SLOTS = 64;   // of a block of int8 copies
+
+// Floats that a query's scores are kept in: whole vectors, also beyond the last slot.
+static int64_t score_floats(const Place &place) { return (place.kv_len + V) / V * V + V; }
+
+// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. `mask`: from slot `from`.
+struct Query {
+    const float *q, *mask;
+    int64_t kv_len, from;
+    float *scores, *out;
+};
+
+// What of a key head lies in one block after another: `keys` [d, stride] and `values` [stride, d] of the first block in
+// memory, those of the next one `each` numbers later; the next head's `apart` later. Scales [stride] are those of int8 keys
+// and values, else null.
+template <typename T> struct Head {
+    const T *keys, *values;
+    const float *key_scales, *value_scales;
+    const int64_t *blocks;
+    int64_t stride, each, apart;
+};
+
+// The slots `from` to `to` in tiles, none of which is in two blocks: `first` to `end`. `from`: where a tile may begin.
+struct Tile {
+    int64_t to, stride, first, end;
+    Tile(int64_t from, int64_t to, int64_t stride) : to(to), stride(stride), first(from), end(from) {}
+    bool next() {
+        first = end;
+        end = (first / stride + 1) * stride;
+        if (end > first + SLOTS) end = first + SLOTS;
+        if (end > to) end = to;
+        return first < to;
+    }
+};
+
+INLINE floats at(const int8_t *p) { return to_floats(widened(p)); }
+
+// Scores of Q queries over B vectors of slots from s on, whose keys [d, stride] begin at `keys`, and their scales.
+template <typename T, int Q, int B> INLINE void score(const Query *query, const T *keys, const float *scales, int64_t s, int64_t stride, int64_t d) {
+    floats a[Q][B] = {};
+    for (int64_t k = 0; k < d; k++) {
+        floats key[B];
+#pragma GCC unroll 4
+        for (int i = 0; i < B; i++) key[i] = at(keys + k * stride + i * V);
+        if constexpr (sizeof(T) == 1)
+            __builtin_prefetch(keys + (d + k) * stride);  // of the next block
+        else
+            __builtin_prefetch(keys + k * stride + B * V);
+#pragma GCC unroll 4
+        for (int j = 0; j < Q; j++)
+#pragma GCC unroll 4
+            for (int i = 0; i < B; i++) a[j][i] = fused(key[i], floats{} + query[j].q[k], a[j][i]);
+    }
+    ints lane;
+    for (int i = 0; i < V; i++) lane[i] = i + (int)s;
+    for (int i = 0; i < B; i++, lane += V)
+        for (int j = 0; j < Q; j++) {
+            const Query &one = query[j];
+            const int64_t from = s + i * V, to = from + V < one.kv_len ? from + V : one.kv_len;
+            floats x = scales ? a[j][i] * at(scales + i * V) : a[j][i];
+            if (one.mask)
+                for (int64_t l = from > one.from ? from : one.from; l < to; l++) x[l - from] += one.mask[l - one.from];
+            x = lane < (int)one.kv_len ? x : floats{} - INFINITY;
+            *(floats *)(one.scores + from) = x;
+        }
+}
+
+template <typename T, int Q> INLINE void scores_of(const Query *query, const T *keys, const float *scales, const Tile &tile, int64_t stride, int64_t d) {
+    constexpr int B = V < 16 ? 2 : 4;
+    int64_t s = tile.first, i = 0;
+    for (; s + B * V <= tile.end; s += B * V, i += B * V) score<T, Q, B>(query, keys + i, scales ? scales + i : nullptr, s, stride, d);
+    for (; s < tile.end; s += V, i += V) score<T, Q, 1>(query, keys + i, scales ? scales + i : nullptr, s, stride, d);
+}
+
+// Adds to N vectors, from k on, of the Q queries' outputs what a tile's values, each `apart` from the next one, bring, and to
+// `sums`, unless null, their weights.
+template <typename T, int Q, int N, bool SCALED>
+INLINE void mix(const Query *query, const T *values, const float *scales, const Tile &tile, int64_t apart, int64_t k, float *sums) {
+    floats o[Q][N];
+    float sum[Q];
+    for (int j = 0; j < Q; j++) {
+        for (int i = 0; i < N; i++) o[j][i] = at(query[j].out + k + i * V);
+        sum[j] = sums ? sums[j] : 0;
+    }
+    for (int64_t s = tile.first; s < tile.end; s++, values += apart) {
+        floats value[N];
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) value[i] = at(values + i * V);
+        __builtin_prefetch(values + 32 * apart);
+#pragma GCC unroll 4
+        for (int j = 0; j < Q; j++) {
+            float weight = query[j].scores[s];
+            sum[j] += weight;
+            if constexpr (SCALED) weight *= scales[s - tile.first];
+#pragma GCC unroll 4
+            for (int i = 0; i < N; i++) o[j][i] = fused(value[i], floats{} + weight, o[j][i]);
+        }
+    }
+    for (int j = 0; j < Q; j++) {
+        for (int i = 0; i < N; i++) *(floats *)(query[j].out + k + i * V) = o[j][i];
+        if (sums) sums[j] = sum[j];
+    }
+}
+
+// The same of all vectors of the outputs from k up to `end`.
+template <typename T, int Q, bool SCALED>
+INLINE void mixed_of(const Query *query, const T *values, const float *scales, const Tile &tile, int64_t apart, int64_t k, int64_t end, float *sums) {
+    for (; k + 4 * V <= end; k += 4 * V, values += 4 * V, sums = nullptr) mix<T, Q, 4, SCALED>(query, values, scales, tile, apart, k, sums);
+    if (end - k == 3 * V) return mix<T, Q, 3, SCALED>(query, values, scales, tile, apart, k, sums);
+    if (end - k == 2 * V) return mix<T, Q, 2, SCALED>(query, values, scales, tile, apart, k, sums);
+    if (end - k == V) mix<T, Q, 1, SCALED>(query, values, scales, tile, apart, k, sums);
+}
+
+// The scores of n queries, four at once, over a tile whose keys [d, stride] and scales begin at `keys` and `scales`.
+template <typename T>
+static void scores_of_all(const Query *query, int64_t n, const T *keys, const float *scales, const Tile &tile, int64_t stride, int64_t d) {
+    for (int64_t j = 0; j < n; j += QUERIES) switch (n - j) {
+            case 1: scores_of<T, 1>(query + j, keys, scales, tile, stride, d); break;
+            case 2: scores_of<T, 2>(query + j, keys, scales, tile, stride, d); break;
+            case 3: scores_of<T, 3>(query + j, keys, scales, tile, stride, d); break;
+            default: scores_of<T, 4>(query + j, keys, scales, tile, stride, d);
+        }
+}
+template <typename T, bool SCALED>
+static void mixed_of_all(const Query *query, int64_t n, const T *values, const float *scales, const Tile &tile, int64_t apart, int64_t k, int64_t end, float *sums) {
+    for (int64_t j = 0; j < n; j += QUERIES) switch (n - j) {
+            case 1: mixed_of<T, 1, SCALED>(query + j, values, scales, tile, apart, k, end, sums + j); break;
+            case 2: mixed_of<T, 2, SCALED>(query + j, values, scales, tile, apart, k, end, sums + j); break;
+            case 3: mixed_of<T, 3, SCALED>(query + j, values, scales, tile, apart, k, end, sums + j); break;
+            default: mixed_of<T, 4, SCALED>(query + j, values, scales, tile, apart, k, end, sums + j);
+        }
+}
+
+// Where a thread lays what more than `QUERIES` queries read: a tile's keys or values, widened.
+static float *near_tile(int64_t n, int64_t d) {
+    static thread_local Kept kept;
+    return n > QUERIES ? (float *)kept.of(SLOTS * d * 4) : nullptr;
+}
+
+// Scores of n queries over slots `from` to `to` of one key head.
+template <typename T> static void scored(const Query *query, int64_t n, const Head<T> &head, int64_t d, int64_t from, int64_t to) {
+    float *const near = near_tile(n, d);
+    for (Tile tile(from, to, head.stride); tile.next();) {
+        const int64_t block = head.blocks[tile.first / head.stride] * head.each, slot = tile.first % head.stride;
+        const T *keys = head.keys + block + slot;
+        const float *scales = sizeof(T) == 1 ? head.key_scales + block / d + slot : nullptr;
+        if (!near) {
+            scores_of_all<T>(query, n, keys, scales, tile, head.stride, d);
+            continue;
+        }
+        for (int64_t k = 0; k < d; k++)
+            for (int64_t s = 0; s < tile.end - tile.first; s += V) {
+                *(floats *)(near + k * SLOTS + s) = at(keys + k * head.stride + s);
+                __builtin_prefetch(keys + k * head.stride + SLOTS + s, 0, 2);  // of the next tile, most often
+            }
+        scores_of_all<float>(query, n, near, scales, tile, SLOTS, d);
+    }
+}
+
+// Makes a query's scores of the first slots weights, whose sum is not 1 yet. Slots that it does not see get 0.
+INLINE void weighed(const Query &query, int64_t kv_len) {
+    floats most = floats{} - INFINITY;
+    for (int64_t s = 0; s < kv_len; s += V) {
+        const floats x = at(query.scores + s);
+        most = x > most ? x : most;
+    }
+    float largest = most[0];
+    for (int i = 1; i < V; i++) largest = most[i] > largest ? most[i] : largest;
+    for (int64_t s = 0; s < kv_len; s += V) *(floats *)(query.scores + s) = exponential(at(query.scores + s) - largest);
+}
+
+// Numbers k to `end` of n queries' outputs. Slots beyond `kv_len`, spare ones too, are not read.
+template <typename T> static void mixed_up(const Query *query, int64_t n, const Head<T> &head, int64_t d, int64_t kv_len, int64_t k, int64_t end) {
+    constexpr bool SCALED = sizeof(T) == 1;
+    float *const near = sizeof(T) < 4 ? near_tile(n, d) : nullptr;
+    float sums[SHARED_QUERIES] = {};
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = floats{};
+    for (Tile tile(0, kv_len, head.stride); tile.next();) {
+        const int64_t block = head.blocks[tile.first / head.stride] * head.each, slot = tile.first % head.stride;
+        const T *values = head.values + block + slot * d + k;
+        const float *scales = SCALED ? head.value_scales + block / d + slot : nullptr;
+        if (!near) {
+            mixed_of_all<T, SCALED>(query, n, values, scales, tile, d, k, end, sums);
+            continue;
+        }
+        for (int64_t s = 0; s < tile.end - tile.first; s++)
+            for (int64_t i = 0; i < end - k; i += V) *(floats *)(near + s * (end - k) + i) = at(values + s * d + i);
+        mixed_of_all<float, SCALED>(query, n, near, scales, tile, end - k, k, end, sums);
+    }
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = at(query[j].out + i) / sums[j];
+}
+
+// Queries `from` to `to` of one key head of a segment, whose first token is `first`; `scores`: of the first of them.
+static int64_t queries_of(const Pass &p, const Place &place, const Segment &segment, int64_t head, int64_t first, int64_t from, int64_t to, const float *qkv, float *scores, float *mixed, Query *query) {
+    const int64_t d = p.head_dim, group = p.heads / p.kv_heads, width = (p.heads + 2 * p.kv_heads) * d, room = score_floats(place);
+    int64_t longest = 0;
+    for (int64_t j = from; j < to; j++) {
+        const int64_t i = j / group, r = first + i, h = head * group + j % group;
+        const float *mask = segment.mask ? segment.mask + i * (segment.kv_len - segment.from) : nullptr;
+        const int64_t kv_len = mask ? segment.kv_len : place.slots[r] + 1;
+        query[j - from] = Query{qkv + r * width + h * d, mask, kv_len, segment.from, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
+        longest = kv_len > longest ? kv_len : longest;
+    }
+    return longest;
+}
+
+// One key head of those that begin at `all`.
+template <typename T> INLINE Head<T> head_of(const Head<T> &all, const Segment &segment, int64_t head, int64_t d) {
+    Head<T> own = all;
+    own.blocks = own.key_scales ? segment.rounded_blocks : segment.blocks;
+    own.keys += head * own.apart;
+    own.values += head * own.apart;
+    if (own.key_scales) own.key_scales += head * own.apart / d, own.value_scales += head * own.apart / d;
+    return own;
+}
+
+// Few queries of many slots: all threads share each head's slots, then its queries, then its outputs' numbers.
+constexpr int64_t MANY_SLOTS = 512;
+
+static int64_t shared_score_floats(const Pass &p, const Place &place, int64_t threads) {
+    const int64_t each = score_floats(place) * p.heads;
+    if (threads < 2 || place.segments != 1 || place.kv_len < MANY_SLOTS || place.n * (p.heads / p.kv_heads) > SHARED_QUERIES) return 0;
+    return place.n * each;
+}
+
+template <typename T>
+static void attention_together(const Pass &p, const Place &place, const float *qkv, const Head<T> &all, float *scores, float *mixed, const Team &team) {
+    const Segment &segment = place.segment[0];
+    const int64_t d = p.head_dim, n = place.n * (p.heads / p.kv_heads), room = score_floats(place), slots = (segment.kv_len + V - 1) / V * V;
+    Query query[SHARED_QUERIES];
+    int64_t from = team.share(p.kv_heads * slots, V), to = team.end(p.kv_heads * slots, V);
+    for (int64_t head = from / slots; from < to; head++) {
+        const int64_t first = from - head * slots, last = to - head * slots < slots ? to - head * slots : slots;
+        queries_of(p, place, segment, head, 0, 0, n, qkv, scores + head * n * room, mixed, query);
+        scored(query, n, head_of(all, segment, head, d), d, first, last < segment.kv_len ? last : segment.kv_len);
+        from += last - first;
+    }
+    team.wait();
+    for (int64_t i = team.share(p.kv_heads * n, 1); i < team.end(p.kv_heads * n, 1); i++) weighed(Query{nullptr, nullptr, 0, 0, scores + i * room, nullptr}, segment.kv_len);
+    team.wait();
+    from = team.share(p.kv_heads * d, V), to = team.end(p.kv_heads * d, V);
+    for (int64_t head = from / d; from < to; head++) {
+        const int64_t k = from - head * d, end = to - head * d < d ? to - head * d : d;
+        const int64_t kv_len = queries_of(p, place, segment, head, 0, 0, n, qkv, scores + head * n * room, mixed, query);
+        mixed_up(query, n, head_of(all, segment, head, d), d, kv_len, k, end);
+        from += end - k;
+    }
+}
+
+// Attention's share of a segment: key heads times the queries that read one at once, by number.
+struct Shares {
+    int64_t of_head, parts, each, items, cost;
+    Shares(const Pass &p, const Segment &segment, int64_t most)
+        : of_head(segment.n * (p.heads / p.kv_heads)), parts((of_head + most - 1) / most), each((of_head + parts - 1) / parts), items(p.kv_heads * parts) {
+        cost = segment.kv_len + 4 * V;
+    }
+};
+
+// One of them: of the queries of the tokens from `first` on.
+template <typename T>
+static void attend_one(const Pass &p, const Place &place, const Segment &segment, const Shares &of, int64_t item, int64_t first, const float *qkv, const Head<T> &all, float *scores, float *mixed) {
+    const int64_t d = p.head_dim, head = item / of.parts, from = item % of.parts * of.each, to = from + of.each < of.of_head ? from + of.each : of.of_head;
+    Query query[MOST_QUERIES];
+    const int64_t kv_len = queries_of(p, place, segment, head, first, from, to, qkv, scores, mixed, query);
+    const Head<T> own = head_of(all, segment, head, d);
+    scored(query, to - from, own, d, 0, kv_len);
+    for (int64_t j = 0; j < to - from; j++) weighed(query[j], kv_len);
+    mixed_up(query, to - from, own, d, kv_len, 0, d);
+}
+
+// This thread's share of attention, by what it takes: neighbours, of few segments and heads.
+template <typename T>
+static void attention(const Pass &p, const Place &place, const float *qkv, const Head<T> &head, float *scores, float *shared_scores, float *mixed, const Team &team) {
+    if (shared_score_floats(p, place, team.threads)) return attention_together(p, place, qkv, head, shared_scores, mixed, team);
+    int64_t all = 0, before = 0, first = 0, each = place.n * p.heads / (2 * team.threads);
+    each = each < 1 ? 1 : each > MOST_QUERIES ? MOST_QUERIES : each;
+    for (int64_t i = 0; i < place.segments; i++) {
+        const Shares of(p, place.segment[i], each);
+        all += of.items * of.cost;
+    }
+    const int64_t begin = team.share(all, 1), end = team.end(all, 1);
+    for (int64_t i = 0; i < place.segments && before < end; i++) {
+        const Segment &segment = place.segment[i];
+        const Shares of(p, segment, each);
+        for (int64_t item = begin > before ? (begin - before + of.cost - 1) / of.cost : 0; item < of.items && before + item * of.cost < end; item++)
+            attend_one<T>(p, place, segment, of, item, first, qkv, head, scores, mixed);
+        before += of.items * of.cost;
+        first += segment.n;
+    }
+}
+
+// Rounds numbers to int8 with a scale that maps the largest of them, `most`, to 127.
+INLINE floats scale_of(floats most) { return most > 1e-30f ? most * (1 / 127.0f) : floats{} + 1.0f; }
+INLINE void round_to(int8_t *to, floats x, floats scale) {
+    const floats nearest = (x / scale + 12582912.0f) - 12582912.0f;
+    *(bytes *)to = __builtin_convertvector(__builtin_convertvector(nearest, ints), bytes);
+}
+INLINE floats absolute(floats x) { return (floats)((ints)x & 0x7fffffff); }
+
+// Copies a head's keys [d, stride] in slots `from` to `to`, rounded outwards to whole vectors, to int8, a scale for each slot.
+template <typename T>
+static void round_keys(const T *keys, int64_t from, int64_t to, int64_t stride, int64_t d, const Head<int8_t> &head) {
+    for (int64_t s = from / V * V; s < to; s += V) {
+        floats most = {};
+        for (int64_t k = 0; k < d; k++) {
+            const floats x = absolute(at(keys + k * stride + s));
+            most = x > most ? x : most;
+        }
+        const int64_t block = head.blocks[s / head.stride] * head.each, slot = s % head.stride;
+        *(floats *)(head.key_scales + block / d + slot) = most = scale_of(most);
+        for (int64_t k = 0; k < d; k++) round_to((int8_t *)head.keys + block + k * head.stride + slot, at(keys + k * stride + s), most);
+    }
+}
+// The same of values [stride, d].
+template <typename T>
+static void round_values(const T *values, int64_t from, int64_t to, int64_t d, const Head<int8_t> &head) {
+    for (int64_t s = from; s < to; s++) {
+        floats most = {};
+        for (int64_t k = 0; k < d; k += V) {
+            const floats x = absolute(at(values + s * d + k));
+            most = x > most ? x : most;
+        }
+        float largest = most[0];
+        for (int i = 1; i < V; i++) largest = most[i] > largest ? most[i] : largest;
+        most = scale_of(floats{} + largest);
+        const int64_t block = head.blocks[s / head.stride] * head.each, slot = s % head.stride;
+        *(float *)(head.value_scales + block / d + slot) = most[0];
+        for (int64_t k = 0; k < d; k += V) round_to((int8_t *)head.values + block + slot * d + k, at(values + s * d + k), most);
+    }
+}
