@@ -102,10 +102,19 @@ def test_a_profile_that_drafts_nothing_needs_no_weights(llm, clockless, monkeypa
     assert profile.parts == {}
 
 
-def test_a_file_that_was_made_before(llm, clockless, tmp_path):
-    file = tmp_path / "mine.safetensors"
+def test_a_file_that_was_made_before(llm, clockless, tmp_path, monkeypatch):
+    """Costs are measured with its weights, whose groups are smaller than those of weights rounded to nearest."""
+    file, sizes = tmp_path / "mine.safetensors", []
     write_int4(llm.runtime, file, TEXTS, int4_settings("gptq", 32, TEXTS))
+    nearest = llm.runtime.part_bytes("mlp", 0, "int4")
+    told = prepare.measure_costs
+    monkeypatch.setattr(
+        prepare,
+        "measure_costs",
+        lambda runtime, **given: sizes.append(runtime.part_bytes("mlp", 0, "int4")) or told(runtime, **given),
+    )
     profile = search(llm, int4=str(file))
+    assert sizes == [nearest * 5.0 / 4.5]  # bits of a weight
     write_profile(profile, tmp_path / "p.yaml")
     assert read_part(tmp_path / read_profile(tmp_path / "p.yaml").parts["int4"].file).settings["method"] == "gptq"
     with pytest.raises(SelfspecError, match="int4 'no such file': expected auto, nearest, weighted, gptq, or a file"):
