@@ -217,7 +217,7 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
             sampler=search.decoding.sampler(),
             within=search.budget.share("costs"),
             seed=search.seed,
-            modes=("full", *search.space.modes),
+            modes=(*search.space.modes, *search.space.head),
             on_decoding=show,
         )
         if search.plain_llm is not None:

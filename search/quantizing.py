@@ -68,7 +68,7 @@ def quantize(
     used = _profile(llm, profile)
     folder = layers_folder(out)
     texts = _texts(llm, folder / "texts.json", options, prompts, chat, watch)
-    method = choose_method(options.method, sum(map(len, texts)))
+    method = choose_method(options.method)
     settings = int4_settings(method, options.group, texts, seed=options.seed)
     watch.stage(f"quantising to int4 ({method}, groups of {options.group})", llm.runtime.layers)
 

@@ -100,8 +100,13 @@ class Space:
         return tuple(self.path(self.all_in(mode)) for mode in LOW if mode in self.modes)
 
     def all_in(self, mode: Mode) -> Point:
-        """Return the point with each variable in the first mode allowed for it of: `mode`, the base mode, full."""
-        return tuple(next((modes.index(m) for m in (mode, self.base) if m in modes), 0) for modes in self.choices)
+        """Return the point with each variable in the first mode allowed for it of: `mode`, the base mode, full.
+
+        The head is in int8 if it may be, unless `mode` is full.
+        """
+        wanted: tuple[Mode, ...] = (mode, self.base)
+        points = [next((modes.index(m) for m in wanted if m in modes), 0) for _, modes in self._parts]
+        return (*points, int(mode != "full")) if len(self.head) > 1 else tuple(points)
 
     def path(self, point: Sequence[int]) -> DraftPath:
         """Return the draft path of a point."""

@@ -90,3 +90,10 @@ def test_uniform_paths():
     assert [path.rows(2) for path in space.uniform] == [("88", "8#"), ("44", "4#")]
     assert {path.head for path in space.uniform} == {"int8"}
     assert Space(2).uniform == ()
+
+
+def test_the_head_is_in_int8_also_beside_int4():
+    space = Space(2, modes=("full", "int4", "skip"), head=("full", "int8", "int4"))
+    assert [(path.rows(2), path.head) for path in space.uniform] == [(("44", "44"), "int8")]
+    assert space.path(space.start).head == "int8"
+    assert space.path(space.all_in("full")).head == "full"
