@@ -62,7 +62,8 @@ def int4_for_search(
         file = parts_folder() / f"{INT4}-{sha256_of(Path(method))[:12]}{SUFFIX}"
         write_bytes(file, Path(method).read_bytes())
         return _registered(llm, file)
-    for chosen in (choose_method(method), *(["weighted"] if method == AUTO else [])):
+    methods: tuple[Int4Method, ...] = ("gptq", "weighted") if method == AUTO else (choose_method(method),)
+    for chosen in methods:
         settings = int4_settings(chosen, GROUP, texts)
         model = runtime.skeleton.identity.model_dump(mode="json", exclude={"name"})
         key = json.dumps([settings, model, str(runtime.dtype)], sort_keys=True)
