@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.types.costs import CostModel
 
-LONGEST_DRAFT = 12  # the longest draft of the controllers to try, in tokens
+LONGEST_DRAFT = 15  # the longest draft of the controllers to try: costs are measured up to 16 rows, and rise after
 LONG_ENOUGH = 0.98  # share of the best speed that the longest draft must reach if every token is right
 LOWEST_THRESHOLD, LONGEST_FIXED = 0.05, 3
 
@@ -18,7 +18,7 @@ def controllers_in_play(depth: int) -> list[Controller]:
     Fixed lengths are short, because a replay drafts to a fixed length from every start, while thresholds end most
     drafts early.
     """
-    lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12)})
+    lengths = sorted({min(k, depth) for k in (1, 2, 3, 4, 6, 8, 12, 15)})
     thresholds = (LOWEST_THRESHOLD, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
     adaptive = [
         AdaptiveThreshold(target=target, k_max=k, floor=LOWEST_THRESHOLD)

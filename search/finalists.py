@@ -25,6 +25,7 @@ from .objective import Score, predict
 from .prepare import Search
 from .replay import Replay
 from .rescoring import Rescore, clearly_best
+from .space import Space
 
 WITHIN_REACH = 0.9  # of the speed of plain decoding: slower paths by prediction are not finalists
 ROUNDS = 3  # the most measuring rounds
@@ -68,8 +69,7 @@ def finish(
     """
     record = base.search
     assert record is not None
-    ranked = {score.path: score for score in sorted(scores, key=lambda s: s.tokens_per_second) if not score.pruned}
-    finalists = _finalists(search, list(ranked.values())[::-1])
+    finalists = _finalists(search.space, scores)
     if not finalists:
         raise SelfspecError("no draft path could be scored: every proposed path exceeds max_draft_cost or extra_memory")
     measured: Measurement | None = None
@@ -77,7 +77,8 @@ def finish(
     try:
         if not record.interrupted and record.kv == "shared":
             eligible = _with_refinements(search, finalists, refinements)
-            eligible = [score for score in eligible if score.speedup >= WITHIN_REACH] or eligible[:1]
+            others = [s for s in eligible[1:] if s.speedup >= WITHIN_REACH or s.path in search.space.uniform]
+            eligible = [eligible[0], *others]
             best = _best(search, base, eligible, eval_set) if rescore is None else rescore(eligible)
             measured = _measured(search, profile_from_score(base, best, confidence), eval_set)
     except KeyboardInterrupt:
@@ -128,26 +129,30 @@ def profile_from_score(base: Profile, score: Score, confidence: Confidence | Non
     return attach_bridges(profile, score.path)
 
 
-def _finalists(search: Search, ranked: Sequence[Score]) -> list[Score]:
-    """Return the best few scores, and the score of the path that every search starts from, unless it was pruned.
+def _finalists(space: Space, scores: Sequence[Score]) -> list[Score]:
+    """Return the best score, then the scores of paths that chance did not select, then the others of the best few.
 
-    The start path is included because chance did not select it.
+    Chance did not select the path that every search starts from, which is left out if it was pruned, and the paths with
+    every sub-layer in one quantised mode, which are always finalists.
     """
-    start = search.space.path(search.space.start)
-    return [score for place, score in enumerate(ranked) if place < FINALISTS or score.path == start]
+    known = {score.path: score for score in scores}
+    ranked = sorted((s for s in known.values() if not s.pruned), key=lambda s: -s.tokens_per_second)
+    fixed = [known[path] for path in space.uniform if path in known]
+    fixed += [score for score in ranked if score.path == space.path(space.start)]
+    best = ranked[:FINALISTS]
+    return [*{score.path: score for score in (*best[:1], *fixed, *best[1:])}.values()]
 
 
 def _with_refinements(
     search: Search, finalists: Sequence[Score], refinements: Sequence[tuple[str, Refinement]]
 ) -> list[Score]:
-    """Return the finalists and the better refinements of the best finalist that fit the time, the best first."""
-    longest = max((entry.seconds for entry in search.ledger.entries), default=0.0)
+    """Return the finalists and the refinements of the best finalist that fit the time, the best first."""
     eligible = [*finalists]
     for name, refine in refinements:
-        if search.budget.deadline("heads").left > 2 * longest:
+        if search.budget.deadline("heads").left > 2 * search.ledger.longest:
             search.watch.stage(f"trying {name}", None)
             if (refined := refine(eligible[0])) is not None:
-                eligible = sorted([refined, *eligible], key=lambda s: -s.tokens_per_second)
+                eligible.insert(0, refined)
     return eligible
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, write_bytes
@@ -24,16 +25,12 @@ from .callbacks import SearchCallbacks
 
 INT4 = "int4"  # the weights' name among a profile's parts
 GROUP = 64
-ENOUGH = 10_000  # tokens from which GPTQ is better than the weighted grid
 
 
-def choose_method(method: str, tokens: int) -> Int4Method:
-    """Return the method to quantise by, with `tokens` tokens of text; "auto": GPTQ if these are enough, else weighted.
-
-    Raises `SelfspecError` for an unknown method.
-    """
+def choose_method(method: str) -> Int4Method:
+    """Return the method to quantise by; "auto" is GPTQ. Raises `SelfspecError` for an unknown method."""
     if method == AUTO:
-        return "gptq" if tokens >= ENOUGH else "weighted"
+        return "gptq"
     for known in METHODS:
         if method == known:
             return known
@@ -51,8 +48,9 @@ def int4_for_search(
 ) -> ModuleFile | None:
     """Return the file, in the cache, of the int4 weights that a search drafts with, after registering its weights.
 
-    `texts` (token ids) are those that the weights are made from. `method`: one of `METHODS`, "auto", or the path of a
-    file of int4 weights, which is copied. Returns None for `nearest`, for which no file is needed; if the time until
+    `texts` (token ids) are those that the weights are made from. `method`: one of `METHODS`, "auto" (GPTQ, or the
+    weighted grid if the time until the deadline is too short), or the path of a file of int4 weights, which is copied.
+    Returns None for `nearest`, for which no file is needed; if the time until
     the deadline is too short; and if the model does not support such weights. Raises `SelfspecError` for a file that
     does not fit the model.
     """
@@ -64,16 +62,34 @@ def int4_for_search(
         file = parts_folder() / f"{INT4}-{sha256_of(Path(method))[:12]}{SUFFIX}"
         write_bytes(file, Path(method).read_bytes())
         return _registered(llm, file)
-    settings = int4_settings(choose_method(method, sum(map(len, texts))), GROUP, texts)
-    model = runtime.skeleton.identity.model_dump(mode="json", exclude={"name"})
-    key = json.dumps([settings, model, str(runtime.dtype)], sort_keys=True)
-    file = parts_folder() / f"{INT4}-{hashlib.sha256(key.encode()).hexdigest()[:12]}{SUFFIX}"
-    if kind(file) == "file":
-        try:
+    methods: tuple[Int4Method, ...] = ("gptq", "weighted") if method == AUTO else (choose_method(method),)
+    for chosen in methods:
+        settings = int4_settings(chosen, GROUP, texts)
+        model = runtime.skeleton.identity.model_dump(mode="json", exclude={"name"})
+        key = json.dumps([settings, model, str(runtime.dtype)], sort_keys=True)
+        file = parts_folder() / f"{INT4}-{hashlib.sha256(key.encode()).hexdigest()[:12]}{SUFFIX}"
+        if kind(file) == "file":
+            try:
+                return _registered(llm, file)
+            except SelfspecError:  # damaged, or of other weights than those that the name covers
+                file.unlink()
+        if _write(llm, file, texts, settings, deadline, watch):
             return _registered(llm, file)
-        except SelfspecError:  # damaged, or of other weights than those that the name covers
-            file.unlink()
-    watch.stage("quantising to int4", runtime.layers)
+    watch.say("int4 weights are rounded to nearest: there is too little time to quantise them better")
+    return None
+
+
+def _write(
+    llm: LLM,
+    file: Path,
+    texts: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    deadline: Deadline,
+    watch: SearchCallbacks,
+) -> bool:
+    """Write int4 weights to a file in the cache; return whether the time until the deadline sufficed."""
+    runtime = llm.runtime
+    watch.stage(f"quantising to int4 ({settings['method']})", runtime.layers)
     begun = deadline.clock()
 
     def on_layer(done: int) -> bool:
@@ -83,10 +99,9 @@ def int4_for_search(
     with TemporaryDirectory(dir=parts_folder()) as folder:  # other workers may make the same file
         made = Path(folder) / file.name
         if not write_int4(runtime, made, texts, settings, on_layer=on_layer):
-            watch.say("int4 weights are rounded to nearest: there is too little time to quantise them better")
-            return None
+            return False
         made.replace(file)
-    return _registered(llm, file)
+    return True
 
 
 def _registered(llm: LLM, file: Path) -> ModuleFile:

@@ -126,6 +126,11 @@ class Ledger:
         return costs
 
     @property
+    def longest(self) -> float:
+        """The most seconds that a trial took; 0 without trials."""
+        return max((entry.seconds for entry in self.entries), default=0.0)
+
+    @property
     def texts(self) -> ScoredTexts | None:
         """The amount of text that trials are scored on; None until `keep_texts`."""
         texts: ScoredTexts | None = self._records.get("texts")
@@ -261,7 +266,7 @@ class Ledger:
             return set()
         with self._errors():
             attrs = self._study.user_attrs
-        oldest = time.time() - 60 - PATIENCE * max((entry.seconds for entry in self.entries), default=0.0)
+        oldest = time.time() - 60 - PATIENCE * self.longest
         claims = [value for key, value in attrs.items() if key.startswith("claim ") and not key.endswith(self.worker)]
         try:
             return {_path(path) for path, begun in filter(None, claims) if begun > oldest}

@@ -81,7 +81,7 @@ class SearchOptions:
     take more than `extra_memory` times the bytes of the model.
 
     `int4`: how the weights of int4 sub-layers are quantised (replay only), from the texts that paths are scored on;
-    "auto": by GPTQ from 10,000 tokens on, else by the weighted grid. The weights are a part of the profile, in a file.
+    "auto": by GPTQ if there is time, else by the weighted grid. The weights are a part of the profile, in a file.
 
     `kv`: the KV cache that drafts read for committed tokens. "shared": the target's cache, as selfspec's drafts do.
     "own": a separate cache, prompt included, as in an engine that runs the remaining layers as a draft model; each
@@ -164,7 +164,7 @@ class SearchOptions:
         str,
         Option(
             metavar="METHOD",
-            help="Quantiser of int4 weights: nearest, weighted, gptq, auto (by the amount of text), or a file that "
+            help="Quantiser of int4 weights: nearest, weighted, gptq, auto (gptq if there is time), or a file that "
             "selfspec quantize made.",
             panel=_SETS,
         ),

@@ -15,6 +15,7 @@ from selfspec.profile.schema import Calibration
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
+from selfspec.types.int4_methods import CHOICES
 
 from .budget import Budget, Deadline
 from .callbacks import SearchCallbacks, SilentSearch
@@ -87,9 +88,12 @@ def prepare_replay(
     """
     ledger, watch = search.ledger, search.watch
     texts = _continued(search)
+    if search.int4_method not in CHOICES:  # costs depend on the size of the groups in the file
+        search = _with_int4(search, texts, resources)
     costs = _costs(search, texts, context)
     search = replace(search, space=_narrowed(search, costs))
-    search = _with_int4(search, texts, resources)
+    if search.int4 is None:
+        search = _with_int4(search, texts, resources)
     space = search.space
     deadline = search.budget.deadline("ranking")
     watch.stage("prefilling the texts", None)
@@ -213,7 +217,7 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
             sampler=search.decoding.sampler(),
             within=search.budget.share("costs"),
             seed=search.seed,
-            modes=("full", *search.space.modes),
+            modes=(*search.space.modes, *search.space.head),
             on_decoding=show,
         )
         if search.plain_llm is not None:

@@ -13,17 +13,12 @@ from selfspec.types.int4_methods import CHOICES, GROUP_SIZES
 class QuantizeOptions:
     """How weights are quantised to int4. Raises `SelfspecError` for a value out of range.
 
-    `method`: one of `METHODS`, or "auto": GPTQ from 10,000 tokens of text on, else the weighted grid. `group`: inputs
-    that share a scale and a zero point. `texts`: the number of prompts that the model continues, by at most
-    `max_new_tokens` tokens each, sampled at `temperature`. `minutes`: the time limit of continuing (None: unlimited).
+    `method`: one of `METHODS`, or "auto": GPTQ. `group`: inputs that share a scale and a zero point. `texts`: the
+    number of prompts that the model continues, by at most `max_new_tokens` tokens each, sampled at `temperature`.
+    `minutes`: the time limit of continuing (None: unlimited).
     """
 
-    method: Annotated[
-        str,
-        Option(
-            metavar="METHOD", help="nearest, weighted, gptq, or auto: gptq with 10,000 tokens or more, else weighted."
-        ),
-    ] = "auto"
+    method: Annotated[str, Option(metavar="METHOD", help="nearest, weighted, or gptq (auto).")] = "auto"
     group: Annotated[int, Option(metavar="N", help="Inputs that share a scale and a zero point: 64 or 32.")] = 64
     texts: Annotated[int, Option(min=1, metavar="N", help="Number of prompts that the model continues.")] = 64
     max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="New tokens of each text.")] = 192

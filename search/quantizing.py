@@ -12,6 +12,7 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, read_cached, write_cached
 from selfspec.draft_modules.int4_quantization import int4_settings, layers_folder, write_int4
+from selfspec.llm.default_profile import DRAFTED
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
 from selfspec.profile.draft_spec import LayerSkipSpec
@@ -27,8 +28,6 @@ from .callbacks import SearchCallbacks
 from .continuations import DecodingSettings, continue_prompts
 from .int4_weights import INT4, choose_method
 from .quantize_options import QuantizeOptions
-
-DRAFTED = 4  # draft length of a profile that is written without a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def quantize(
     used = _profile(llm, profile)
     folder = layers_folder(out)
     texts = _texts(llm, folder / "texts.json", options, prompts, chat, watch)
-    method = choose_method(options.method, sum(map(len, texts)))
+    method = choose_method(options.method)
     settings = int4_settings(method, options.group, texts, seed=options.seed)
     watch.stage(f"quantising to int4 ({method}, groups of {options.group})", llm.runtime.layers)
 

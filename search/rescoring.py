@@ -44,7 +44,8 @@ def best_rescored(
     start = search.space.path(search.space.start)
     if len(scores) < 2 or not deadline.allows(search.pace.rows(sum(map(len, prompts)))):
         return clearly_best(scores, scores, start)
-    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path != start)  # these come first
+    first = (start, *search.space.uniform)
+    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path not in first)
     watch.stage("continuing other prompts", 2 * search.decoding.max_new_tokens)
     texts = continue_prompts(
         search.llm,

@@ -42,8 +42,9 @@ class Space:
                 f"keep: layer {wrong} does not exist; the model has {self.layers} layers, 0 to {self.layers - 1}"
             )
         if not self.variables and len(self.head) < 2:
-            reason = "every layer is kept" if "skip" in self.modes else f"there is no mode but {', '.join(self.modes)}"
-            raise SelfspecError(f"keep: {reason}, so that nothing can be skipped")
+            if "skip" in self.modes and len({*self.keep}) == self.layers:
+                raise SelfspecError("keep: every layer is kept, so that nothing can be skipped")
+            raise SelfspecError("modes: every sub-layer can only run in full here; expected skip among the modes")
 
     @cached_property
     def _parts(self) -> tuple[tuple[SkipSet, tuple[Mode, ...]], ...]:
@@ -93,9 +94,19 @@ class Space:
         """The point with every variable in the base mode if the variable may have it, else in full."""
         return self.all_in(self.base)
 
+    @cached_property
+    def uniform(self) -> tuple[DraftPath, ...]:
+        """The paths with every sub-layer in one mode: for each quantised mode of the space, the base mode first."""
+        return tuple(self.path(self.all_in(mode)) for mode in LOW if mode in self.modes)
+
     def all_in(self, mode: Mode) -> Point:
-        """Return the point with each variable in the first mode allowed for it of: `mode`, the base mode, full."""
-        return tuple(next((modes.index(m) for m in (mode, self.base) if m in modes), 0) for modes in self.choices)
+        """Return the point with each variable in the first mode allowed for it of: `mode`, the base mode, full.
+
+        The head is in int8 if it may be, unless `mode` is full.
+        """
+        wanted: tuple[Mode, ...] = (mode, self.base)
+        points = [next((modes.index(m) for m in wanted if m in modes), 0) for _, modes in self._parts]
+        return (*points, int(mode != "full")) if len(self.head) > 1 else tuple(points)
 
     def path(self, point: Sequence[int]) -> DraftPath:
         """Return the draft path of a point."""

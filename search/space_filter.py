@@ -47,7 +47,8 @@ def supported_choices(llm: LLM, modes: Sequence[Mode], *, memory: float) -> Choi
         return [i for i in layers if runtime.part_bytes(part, i, mode) is None]
 
     low = [mode for mode in low if len(without("attention", mode)) + len(without("mlp", mode)) < 2 * len(layers)]
-    head: list[Mode] = ["full", *(mode for mode in low[:1] if runtime.part_bytes("head", 0, mode) is not None)]
+    below = LOW[: LOW.index(low[0]) + 1] if low else ()  # int8 for int4 paths, too: an int4 head costs agreement
+    head: list[Mode] = ["full", *(mode for mode in below if runtime.part_bytes("head", 0, mode) is not None)]
     return Choices(
         modes=[mode for mode in modes if mode in (*BYPASSING, *low)],
         head=head,

@@ -312,6 +312,7 @@ def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[lis
 def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int) -> bool:
     """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
 
+    Then the paths with every sub-layer in one quantised mode are scored, if no trial has scored them.
     A resumed search proposes the same paths as before, whose scores are known. A path that another worker is scoring
     counts as the worst score so far (constant liar) until its true score is known.
     """
@@ -349,12 +350,21 @@ def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[
                     take(score, known=False)
                     idle = 0
                 longest = max(longest, deadline.clock() - begun)
+        _score_uniform(search, objective)
         ledger.claim(None)
     except KeyboardInterrupt:
         if not ledger.scores:
             raise
         return True
     return False
+
+
+def _score_uniform(search: Search, objective: BoundedObjective) -> None:
+    """Score the paths with every sub-layer in one quantised mode, which are always finalists, if no trial did."""
+    for path in search.space.uniform:
+        search.ledger.refresh()
+        if path not in search.ledger.scores and search.budget.deadline("heads").allows(search.ledger.longest):
+            _scored(search, objective, path)
 
 
 def _scored(search: Search, objective: BoundedObjective, path: DraftPath) -> Score | None:

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import get_args
 
 import torch
@@ -33,6 +33,7 @@ from selfspec.types.skip import SkipSet
 DISTURBED_FACTOR = 4  # how many times longer to measure if other processes disturb the timing
 DOUBTFUL = 0.1  # relative error on paths left out of the fit above which the measurement goes on for longer
 FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of (attention, MLP) sub-layers that the first paths skip
+UNIFORM = 4  # weight in the fit of a path whose attention sub-layers have one quantised mode, and so the MLPs
 OTHERS = 0.3  # probability that a sub-layer of a random path draws its mode separately
 
 
@@ -56,18 +57,21 @@ class _Fit:
         fit_to: Sequence[DraftPath],
         modes: Sequence[Mode],
         layers: int,
+        *,
+        uniform: Collection[DraftPath] = (),
     ) -> _Fit:
         """Fit non-negative costs by least squares of the relative errors, with a soft L1 loss against outliers.
 
-        `drafts`: the measured seconds of drafting k tokens along a path, by (path, k). `fit_to`: the paths to fit to;
-        the error is measured on the other paths.
+        `drafts`: the measured seconds of drafting k tokens along a path, by (path, k). `fit_to`: the paths to fit to,
+        of which those in `uniform` weigh `UNIFORM` times as much; the error is measured on the other paths.
         """
         import numpy as np
         from scipy.optimize import least_squares
 
         known = {key: t for key, t in drafts.items() if key[0] in fit_to}
-        rows = [_parts(*key, modes, layers) for key in known]
-        scaled = np.array(rows, dtype=float) / np.array([*known.values()])[:, None]
+        rows = np.array([_parts(*key, modes, layers) for key in known], dtype=float)
+        scaled = rows / np.array([*known.values()])[:, None]
+        scaled = np.repeat(scaled, [UNIFORM if path in uniform else 1 for path, _ in known], axis=0)
         size = np.maximum(scaled.mean(axis=0), 1e-12)
         solution = least_squares(
             lambda x: scaled @ (x / size) - 1,
@@ -120,9 +124,9 @@ def measure_costs(
 ) -> CostModel:
     """Time draft steps along random paths and verification passes of several widths, and fit the cost model.
 
-    For each quantised mode, the paths include one that runs every sub-layer in that mode. The fit is calibrated on the
-    first such path: searched paths are close to it, and weights that exceed the CPU cache cost more than the few
-    weights that random paths read.
+    For each two quantised modes, equal or not, the paths include one with all attention in the first mode and all MLPs
+    in the second. These weigh more in the fit, and the fit is calibrated on the first of them: searched paths are close
+    to them, and weights that exceed the CPU cache cost more than the few weights that random paths read.
 
     `context`: the number of keys in the KV cache; it is reduced if the model's context is too short. `sampler`: the
     sampler of the timed decodings (None: greedy). `seconds`: the least time to measure, longer if other processes
@@ -138,7 +142,9 @@ def measure_costs(
     effort = effort_within(within, *pace(runtime, context, sampler, rng), further=3 * (len(running) - 1))
     heads = {mode: _head_seconds(runtime, mode) for mode in running}
     shares = iter(FIRST)
-    corners = [DraftPath.from_modes([mode] * (2 * runtime.layers), head=mode) for mode in running if mode != "full"]
+    low = [mode for mode in running if mode != "full"]
+    pairs = sorted(product(low, low), key=lambda pair: pair[0] != pair[1])
+    corners = [DraftPath.from_modes([a] * runtime.layers + [b] * runtime.layers, head=low[0]) for a, b in pairs]
     drawn = effort.fitted + effort.fresh - len(corners)
     paths = corners + [_random_path(runtime.layers, running, rng, next(shares, None)) for _ in range(drawn)]
     drafters = [LayerSkipDrafter(runtime, path, FixedK(1)) for path in paths]
@@ -153,7 +159,7 @@ def measure_costs(
             (path, k): t + k * (heads["full"] - heads[path.head])
             for (path, k), t in _quiet_drafts(sweep.samples).items()
         }
-        fit = _Fit.from_draft_times(drafts, paths[: effort.fitted], running, runtime.layers)
+        fit = _Fit.from_draft_times(drafts, paths[: effort.fitted], running, runtime.layers, uniform=corners)
         spent = time.perf_counter() - begun
         doubtful = _disturbed(sweep.plain) or (fit.error or 0.0) > DOUBTFUL
         late = spent * (sweeps + 1) / sweeps > within
@@ -164,7 +170,6 @@ def measure_costs(
                 mode: ModeCosts(attention=attention, mlp=mlp, head=heads[mode])
                 for mode, (attention, mlp) in zip(running, fit.prices, strict=True)
             }
-            low: list[HeadMode] = [mode for mode in LOW if mode in prices]
             cheapest = low[0] if low else "full"
             every: list[Mode] = [cheapest] * (2 * runtime.layers)
             return _model(sweep, fit, prices, DraftPath.from_modes(every, head=cheapest))

@@ -19,7 +19,7 @@ from selfspec.types.int4_methods import METHODS, Int4Method
 _CHUNK = 2**16  # weights to search a grid for at once: few enough for the processor's caches
 _FACTORS = tuple(0.6 + 0.025 * i for i in range(20))  # factors on a group's range; one is 1
 _FLOOR = 1e-6  # least weight of an input, as a share of its group's mean
-_DAMPING = 0.01  # added to the diagonal of GPTQ's matrix, as a share of the diagonal's mean
+_DAMPING = 0.01  # least damping of GPTQ's matrix: what is added to its diagonal, as a share of the diagonal's mean
 _COLUMNS = 64  # GPTQ's columns between two updates of all later columns
 _SMALLEST = 1e-12  # least scale
 
@@ -92,12 +92,14 @@ def quantize_gptq(weight: Tensor, moments: InputMoments, group: int) -> Quantize
 
     Each input's column of weights is rounded in turn, and its error is made up for by the columns to come. The grid
     belongs to groups in the original order of inputs and is fixed before ("static groups"), so the layout is unchanged.
+    The matrix of moments is damped by the number of inputs over the number of tokens (a larger damping makes up for
+    less, down to rounding on the grid): products of few tokens do not hold for others.
     """
     if moments.products is None:
         raise SelfspecError("gptq: expected the products of inputs among the moments")
     grid = quantize_weighted(weight, moments, group)
     order = moments.squares.argsort(descending=True, stable=True)
-    upper = _inverse_factor(moments.products[order][:, order])
+    upper = _inverse_factor(moments.products[order][:, order], max(_DAMPING, len(order) / max(moments.count, 1)))
     assert grid.zero is not None
     scales, zeros = (t.float().t().contiguous() for t in (grid.scale, grid.zero))  # [groups, out]
     columns = weight.float().t()[order]  # [in, out], a copy
@@ -221,18 +223,19 @@ def _error(grouped: Tensor, weights: Tensor, scale: Tensor, zero: Tensor) -> Ten
     return rounded.sub_(grouped).square_().mul_(weights).sum(2)
 
 
-def _inverse_factor(products: Tensor) -> Tensor:
+def _inverse_factor(products: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor of the inverse of a matrix of moments, whose diagonal is damped first.
 
-    The damping is raised until both factors exist. Inputs that are all zero get a diagonal of 1.
+    `damping`: what is added to the diagonal, as a share of the diagonal's mean; it is raised until both factors exist.
+    Inputs that are all zero get a diagonal of 1.
     """
     diagonal = products.diagonal()
     mean = float(diagonal.mean())
     if not mean > 0:
         return torch.eye(len(products), device=products.device)
-    for damping in (_DAMPING, 10 * _DAMPING, 1.0, 10.0):
+    for raised in range(4):
         damped = products.clone()
-        damped.diagonal().add_(damping * mean)
+        damped.diagonal().add_(10**raised * damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             upper: Tensor

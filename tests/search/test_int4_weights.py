@@ -59,11 +59,10 @@ def search(llm, **options):
     return find_profile(llm, **{**wanted, **options})
 
 
-def test_the_method_by_the_amount_of_text():
-    assert [choose_method("auto", n) for n in (0, 9_999, 10_000)] == ["weighted", "weighted", "gptq"]
-    assert choose_method("nearest", 10**6) == "nearest"
+def test_the_method():
+    assert [choose_method(name) for name in ("auto", "nearest", "weighted")] == ["gptq", "nearest", "weighted"]
     with pytest.raises(SelfspecError, match="method 'awq' of quantising is not known; known: auto, nearest"):
-        choose_method("awq", 0)
+        choose_method("awq")
 
 
 def test_a_search_saves_its_weights_beside_the_profile(llm, clockless, tmp_path):
@@ -74,7 +73,7 @@ def test_a_search_saves_its_weights_beside_the_profile(llm, clockless, tmp_path)
     write_profile(profile, tmp_path / "p.yaml")
     file = tmp_path / profile.parts["int4"].file
     settings = read_part(file).settings
-    assert (settings["method"], settings["group"], settings["texts"]["count"]) == ("weighted", 64, 2)
+    assert (settings["method"], settings["group"], settings["texts"]["count"]) == ("gptq", 64, 2)
     again = selfspec.load("builtin", profile=tmp_path / "p.yaml")
     drafter = again.drafter_for(again.profile)
     assert drafter.path.int4_weights == profile.parts["int4"].sha256
@@ -102,10 +101,19 @@ def test_a_profile_that_drafts_nothing_needs_no_weights(llm, clockless, monkeypa
     assert profile.parts == {}
 
 
-def test_a_file_that_was_made_before(llm, clockless, tmp_path):
-    file = tmp_path / "mine.safetensors"
+def test_a_file_that_was_made_before(llm, clockless, tmp_path, monkeypatch):
+    """Costs are measured with its weights, whose groups are smaller than those of weights rounded to nearest."""
+    file, sizes = tmp_path / "mine.safetensors", []
     write_int4(llm.runtime, file, TEXTS, int4_settings("gptq", 32, TEXTS))
+    nearest = llm.runtime.part_bytes("mlp", 0, "int4")
+    told = prepare.measure_costs
+    monkeypatch.setattr(
+        prepare,
+        "measure_costs",
+        lambda runtime, **given: sizes.append(runtime.part_bytes("mlp", 0, "int4")) or told(runtime, **given),
+    )
     profile = search(llm, int4=str(file))
+    assert sizes == [nearest * 5.0 / 4.5]  # bits of a weight
     write_profile(profile, tmp_path / "p.yaml")
     assert read_part(tmp_path / read_profile(tmp_path / "p.yaml").parts["int4"].file).settings["method"] == "gptq"
     with pytest.raises(SelfspecError, match="int4 'no such file': expected auto, nearest, weighted, gptq, or a file"):
@@ -127,8 +135,29 @@ def test_weights_are_made_once(llm, monkeypatch):
     assert made
     assert again.file == first.file
     assert torch.equal(open_int4(llm.runtime, file).get(0, 0).values, weights.values)
-    assert int4_for_search(llm, TEXTS, "weighted", deadline=no_deadline(), watch=SilentSearch()).file == first.file
+    assert int4_for_search(llm, TEXTS, "gptq", deadline=no_deadline(), watch=SilentSearch()).file == first.file
     assert int4_for_search(llm, TEXTS[:1], "auto", deadline=no_deadline(), watch=SilentSearch()).file != first.file
+
+
+def test_where_time_is_too_short_for_gptq_the_weighted_grid_is_searched(llm, monkeypatch):
+    """That takes half as long."""
+    now = [0.0]
+    write = int4_weights.write_int4
+
+    def slow(runtime, made, texts, settings, *, on_layer):
+        def layer(done):
+            now[0] += 2.0 if settings["method"] == "gptq" else 1.0
+            return on_layer(done)
+
+        return write(runtime, made, texts, settings, on_layer=layer)
+
+    monkeypatch.setattr(int4_weights, "write_int4", slow)
+    layers = llm.runtime.layers
+    for seconds, method in ((2.0 * layers, "gptq"), (2.0 * layers - 0.5, "weighted")):
+        now[0] = 0.0
+        deadline = Deadline(seconds, lambda: now[0])
+        part = int4_for_search(llm, [*TEXTS, [int(seconds)]], "auto", deadline=deadline, watch=SilentSearch())
+        assert read_part(int4_weights.parts_folder() / part.file).settings["method"] == method
 
 
 def test_without_time_weights_are_rounded_to_nearest(llm):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from models import plain, run, small
-from selfspec.search.controller_grid import LONG_ENOUGH, controllers_in_play, deepest, long_enough
+from selfspec.search.controller_grid import LONG_ENOUGH, LONGEST_DRAFT, controllers_in_play, deepest, long_enough
 from selfspec.search.objective import ReplayObjective, predict
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
@@ -102,6 +102,14 @@ def test_drafts_in_play_are_as_long_as_can_pay():
         assert speeds[found] >= LONG_ENOUGH * max(speeds.values())
         assert all(speeds[k] < LONG_ENOUGH * max(speeds.values()) for k in range(1, found))
     assert long_enough(COSTS, 0.01, 1) == 1
+
+
+def test_drafts_as_long_as_16_rows_are_in_play_where_steps_are_cheap():
+    """16 rows at 1.7 of a plain step; at .2 of one for a draft step, 15 tokens bring 3.6% more than 12 do."""
+    costs = COSTS.model_copy(update={"widths": [1, 8, 12, 16], "verify": [1.0, 1.25, 1.5, 1.7]})
+    assert [long_enough(costs, draft, LONGEST_DRAFT) for draft in (0.2, 0.3, 0.6)] == [14, 13, 8]
+    assert deepest(controllers_in_play(LONGEST_DRAFT)) == 15
+    assert {c.spec().options["k_max"] for c in controllers_in_play(LONGEST_DRAFT) if c.name == "static"} >= {12, 15}
 
 
 def test_without_controllers_given_those_in_play_are_tuned(model, texts):

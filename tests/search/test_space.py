@@ -72,9 +72,28 @@ def test_keep():
 
 
 @pytest.mark.parametrize(
-    ("keep", "message"),
-    [((4,), "layer 4 does not exist; the model has 4 layers"), ((0, 1, 2, 3), "every layer is kept")],
+    ("given", "message"),
+    [
+        ({"keep": (4,)}, "layer 4 does not exist; the model has 4 layers"),
+        ({"keep": (0, 1, 2, 3)}, "keep: every layer is kept"),
+        ({"modes": ("full",)}, "modes: every sub-layer can only run in full here; expected skip among the modes"),
+        ({"keep": (0, 1, 2, 3), "modes": ("full",)}, "modes: every sub-layer can only run in full here"),
+    ],
 )
-def test_impossible_spaces_are_refused(keep, message):
+def test_impossible_spaces_are_refused(given, message):
     with pytest.raises(SelfspecError, match=message):
-        Space(4, keep)
+        Space(4, **given)
+
+
+def test_uniform_paths():
+    space = Space(2, modes=MODES, fixed=SkipSet((), (1,)), head=("full", "int8"))
+    assert [path.rows(2) for path in space.uniform] == [("88", "8#"), ("44", "4#")]
+    assert {path.head for path in space.uniform} == {"int8"}
+    assert Space(2).uniform == ()
+
+
+def test_the_head_is_in_int8_also_beside_int4():
+    space = Space(2, modes=("full", "int4", "skip"), head=("full", "int8", "int4"))
+    assert [(path.rows(2), path.head) for path in space.uniform] == [(("44", "44"), "int8")]
+    assert space.path(space.start).head == "int8"
+    assert space.path(space.all_in("full")).head == "full"

@@ -27,7 +27,7 @@ def test_whatever_can_be_rounded_may_be(llm):
     assert choices == Choices(modes=list(MODES), head=["full", "int8"])
     space = choices.narrow(Space(llm.runtime.layers))
     assert (space.base, len(space)) == ("int8", 2 * llm.runtime.layers + 1)
-    assert supported_choices(llm, ("full", "int4", "skip"), memory=0.3).head == ["full", "int4"]
+    assert supported_choices(llm, ("full", "int4", "skip"), memory=0.3).head == ["full", "int8", "int4"]
 
 
 def test_without_memory_drafts_skip_or_run_in_full(llm):

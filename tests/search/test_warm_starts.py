@@ -6,7 +6,7 @@ from models import plain, small
 from selfspec.search.replay import Replay
 from selfspec.search.space import Space
 from selfspec.search.target_text import TargetText
-from selfspec.search.warm_starts import by_cosines, every_second, first_k, likely, programme
+from selfspec.search.warm_starts import by_cosines, every_second, first_k, likely, mostly_int4, programme
 
 from selfspec.runtime.forward import Runtime
 from selfspec.types.costs import CostModel
@@ -43,11 +43,29 @@ def test_likely_paths_begin_with_few_bits():
     paths = likely(space, gains)
     maps = [path.rows(10) for path in paths]
     assert maps[:2] == [("8" * 10, "8" * 10), ("4" * 10, "4" * 10)]
-    assert maps[2] == ("4" + "8" * 9, "8" * 10)
+    assert maps[2:5] == [("4" * 10, mlp) for mlp in ("4" * 9 + "8", "8" * 10, "4" * 8 + "88")]
+    assert maps[5] == ("4" + "8" * 9, "8" * 10)
     assert any("." in row and "8" in row for rows in maps for row in rows)
     assert maps[-1][0].startswith(".")
     assert "#" in maps[-1][0]
-    assert all(path.head == "int8" for path in paths[:6])
+    assert all(path.head == "int8" for path in paths[:9])
+
+
+@pytest.mark.parametrize(
+    ("given", "mlps"),
+    [
+        ({"modes": ("full", "int4", "skip")}, ["444#", "####", "444#"]),
+        ({"modes": ("full", "int8", "int4"), "fixed": SkipSet((), (3,))}, ["448#", "888#"]),  # no MLP of the last layer
+        ({"modes": ("full", "int8", "int4"), "granularity": "layer"}, ["4448", "8888", "4448"]),
+        ({"modes": ("full", "int8", "skip")}, []),
+    ],
+)
+def test_int4_but_for_some_mlps(given, mlps):
+    """They run in the next better mode that the space has."""
+    paths = mostly_int4(Space(4, **given))
+    assert [path.rows(4)[1] for path in paths] == mlps
+    attention = mlps if given.get("granularity") == "layer" else ["4444"] * len(mlps)
+    assert [path.rows(4)[0] for path in paths] == attention
 
 
 def test_every_second_layer():

@@ -18,12 +18,12 @@ def test_weights_and_a_profile_that_uses_them(cli):
     code, out, err = cli("quantize", "--out", "w.safetensors", "--group", 32, *FEW, "--json")
     told = json.loads(out)
     assert not code
-    assert (told["method"], told["group"], told["texts"]["count"]) == ("weighted", 32, 3)
+    assert (told["method"], told["group"], told["texts"]["count"]) == ("gptq", 32, 3)
     assert (told["weights"], told["profile"]) == ("w.safetensors", "w.yaml")
     assert {name: told[name] for name in ("method", "group", "seed", "texts")} == read_part(
         Path("w.safetensors")
     ).settings
-    assert "saved w.safetensors: weighted, groups of 32, from 3 texts of together" in err
+    assert "saved w.safetensors: gptq, groups of 32, from 3 texts of together" in err
     assert "use it with: selfspec generate --profile w.yaml 'your prompt'" in err
     profile = read_profile(Path("w.yaml"))
     assert "32 sub-layers in int4, the head in int8" in profile.draft.summary
@@ -32,8 +32,7 @@ def test_weights_and_a_profile_that_uses_them(cli):
     assert cli("generate", "--profile", "w.yaml", "--max-new-tokens", "24", "def read(")[1] == plain
 
 
-def test_enough_text_is_quantised_by_gptq(cli, monkeypatch):
-    monkeypatch.setattr("selfspec.search.int4_weights.ENOUGH", 50)
+def test_the_default_is_gptq(cli):
     assert not cli("quantize", *FEW)[0]
     assert read_part(Path("int4.safetensors")).settings["method"] == "gptq"
     assert not cli("quantize", "--method", "nearest", "--out", "n.safetensors")[0]

@@ -18,7 +18,7 @@ from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, lower_quartile
 from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.draft_path import FULL
+from selfspec.types.draft_path import FULL, LOW, MODES, DraftPath
 from selfspec.types.skip import SkipSet
 
 BASE, ATTENTION, MLP, ROW, LOOP = 5.0, 2.0, 1.0, 3.0, 0.5
@@ -173,6 +173,37 @@ def test_verifying_more_rows_never_costs_less_than_fewer(model, clock, monkeypat
     assert costs.widths[-3:] == [8, 12, 16]
     assert costs.verify[-3:] == pytest.approx([plain + 7 * ROW, *[plain + 13 * ROW + 50] * 2], rel=1e-3)
     assert costs.verification(29) >= costs.verification(16)
+
+
+IN_MODES = {"full": (8.0, 24.0), "int8": (3.0, 3.0), "int4": (2.0, 1.5), "skip": (0.0, 0.0)}  # attention, MLP
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_mode_has_its_price_though_decodings_are_disturbed(model, monkeypatch, seed):
+    """Each path's decoding is up to 8% slower or faster than it should be, but for those with one mode a part."""
+    now, compiled, draw = [0.0], {}, random.Random(seed)
+    compile_path, timeless = Runtime.compile, Runtime.forward
+
+    def compile_and_note(self, path):
+        made = compile_path(self, path)
+        modes = path.modes(6)
+        uniform = path.low_precision and len({*modes[:6]}) == len({*modes[6:]}) == 1
+        seconds = BASE + sum(IN_MODES[mode][i >= 6] for i, mode in enumerate(modes))
+        compiled[id(made)] = made, seconds * (1 if uniform or path == FULL else draw.uniform(0.92, 1.08))
+        return made
+
+    def forward(self, tokens, positions, *, path=None, **options):
+        now[0] += compiled[id(path or self.compile(FULL))][1]
+        return timeless(self, tokens, positions, path=path, **options)
+
+    monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Runtime, "compile", compile_and_note)
+    monkeypatch.setattr(Runtime, "forward", forward)
+    costs = measure_costs(Runtime(model), context=40, seconds=0.0, seed=seed, modes=MODES)
+    for attention, mlp in itertools.product(LOW, LOW):
+        path = DraftPath.from_modes([attention] * 6 + [mlp] * 6)
+        step = BASE + 6 * (IN_MODES[attention][0] + IN_MODES[mlp][1])
+        assert costs.draft(path, 6) == pytest.approx(step, rel=0.02), (attention, mlp)
 
 
 def test_quiet_is_the_lower_quartile():

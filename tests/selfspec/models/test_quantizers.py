@@ -128,6 +128,21 @@ def test_gptq_over_several_blocks_of_columns(group):
     assert errors[2] < 0.5 * errors[1] < 0.5 * errors[0]
 
 
+@pytest.mark.parametrize("count", [40, 100, 400])
+def test_gptq_of_few_inputs_errs_less_on_others_than_the_weighted_grid(count):
+    """Also with fewer inputs than each has values, whose products say little about others."""
+    chance = torch.Generator().manual_seed(0)
+    weight, mixed = torch.randn(32, 128, generator=chance), torch.randn(24, 128, generator=chance)
+    noise = torch.randn(count, 128, generator=chance)
+    moments = moments_of(torch.randn(count, 24, generator=chance) @ mixed + 3 * noise)
+    products = mixed.t() @ mixed + 9 * torch.eye(128)  # of all inputs
+    gptq, weighted = (
+        float(product_error(weight, quantize_int4(weight, method, moments, group=64), products).sum())
+        for method in ("gptq", "weighted")
+    )
+    assert gptq < 0.85 * weighted
+
+
 weights = st.tuples(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from(["any", "zero", "constant", "one group constant", "tiny", "large", "one outlier"]),
