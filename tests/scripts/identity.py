@@ -3,8 +3,8 @@
     python tests/scripts/identity.py --out tests/scripts/identity.json
     python tests/scripts/identity.py --out tests/scripts/identity.json --minutes 5
 
-A case is drawn from its number: a model (the built-in one, SmolLM2, a tiny one of every family), a drafter (draft paths
-that skip, in int8, in int4 and mixed; controllers, candidates, lookup; draft heads, alone and below a path; the drafters
+A case is drawn from its number: a model (the built-in one, SmolLM2, a tiny one of each family), a drafter (draft paths
+that skip, in int8, int4 and mixed; controllers, candidates, lookup; draft heads, alone and below a path; the drafters
 that need no path), and how it decodes: one text alone, a batch whose sequences join and leave at random, or a
 conversation whose turns find their prefix cached. Greedy texts are compared with plain greedy texts, seeded texts of
 rule `match` with plain texts of the same seed.
