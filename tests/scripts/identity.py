@@ -208,18 +208,35 @@ def conversation(runtime: Runtime, drafting: Drafter, turns: Sequence[Any]) -> l
     return found
 
 
-def batch(draw: random.Random, runtime: Runtime, drafting: Drafter, texts: Sequence[Any]) -> list[list[int]]:
-    """The new tokens of texts that join a batch at random, some of which leave early."""
+@cache
+def greedily(name: str, prompt: tuple[int, ...]) -> list[int]:
+    """Plain greedy decoding of a prompt, as long as a text may be."""
+    at = target(name)
+    return alone(at.alone, PlainDrafter(), prompt, at.room, None)
+
+
+def plainly(name: str, prompt: Sequence[int], room: int, seed: int | None) -> list[int]:
+    """The new tokens of plain decoding."""
+    if seed is None:
+        return greedily(name, tuple(prompt))[:room]
+    return alone(target(name).alone, PlainDrafter(), prompt, room, seed)
+
+
+def batch(
+    draw: random.Random, runtime: Runtime, drafting: Drafter, texts: Sequence[Any]
+) -> list[tuple[list[int], bool]]:
+    """The new tokens of texts that join a batch at random; and whether the text left early, as some do."""
     seqs = [state(runtime, *text) for text in texts]
-    waiting = list(seqs)
+    waiting, left = list(seqs), set[SequenceState]()
     with Engine(runtime, drafting) as engine:
         while waiting or engine.running:
             while waiting and len(engine.running) < runtime.rows and (draw.random() < 0.6 or not engine.running):
                 engine.join(waiting.pop(0))
             engine.step()
             if engine.running and draw.random() < 0.02:
-                engine.leave(draw.choice(engine.running))
-    return [seq.tokens[len(prompt) :] for seq, (prompt, _, _) in zip(seqs, texts, strict=True)]
+                left.add(leaving := draw.choice(engine.running))
+                engine.leave(leaving)
+    return [(seq.tokens[len(prompt) :], seq in left) for seq, (prompt, _, _) in zip(seqs, texts, strict=True)]
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -236,10 +253,12 @@ def run(case: Case) -> dict[str, Any]:
         texts = [(prompt, min(new, room), seed) for prompt, new, seed in texts]
         found, expected = (conversation(runtime, each, texts) for each in (drafting, PlainDrafter()))
     elif how == "batch":
-        found = batch(draw, runtime, drafting, texts)
-        expected = [alone(at.alone, PlainDrafter(), *text)[: len(new)] for text, new in zip(texts, found, strict=True)]
+        together = batch(draw, runtime, drafting, texts)
+        found, expected = [new for new, _ in together], [plainly(name, *text) for text in texts]
+        expected = [all_[: len(new)] if left else all_ for all_, (new, left) in zip(expected, together, strict=True)]
     else:
-        found, expected = ([alone(runtime, each, *text) for text in texts] for each in (drafting, PlainDrafter()))
+        found = [alone(runtime, drafting, *text) for text in texts]
+        expected = [plainly(name, *text) for text in texts]
     different = sum(
         max(len(a), len(b))
         - next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -41,7 +41,7 @@ from selfspec import builtin
 
 CLIENTS, TOKENS, PROMPTS = 32, 24, 12
 SELFSPEC = (sys.executable, "-m", "selfspec")
-MODEL = ("--model", "builtin", "--dtype", "float64")
+MODEL = ("--model", "builtin", "--dtype", "float64", "--profile", "stdlib-llama-3.7m")
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["function", "class", "module"]}, "tested": {"type": "boolean"}},
@@ -111,6 +111,7 @@ class Soak:
         if answer.status_code in (429, 503):
             self.counts[f"status {answer.status_code}"] += 1
             assert answer.json()["error"]["message"]
+            self.ending.wait(1)
             return None
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
@@ -135,6 +136,7 @@ class Soak:
         with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code in (429, 503):
                 self.counts[f"status {answer.status_code}"] += 1
+                self.ending.wait(1)
                 return False
             for line in answer.iter_lines():
                 if line.startswith("data: {"):

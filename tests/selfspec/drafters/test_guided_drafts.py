@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from every_drafter import table
-from models import run, small
+from models import small
 from transformers import LogitsProcessor
 from wants import needs
 
