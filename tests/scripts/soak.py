@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -40,6 +41,7 @@ from wrong_requests import WrongRequest, wrong_requests
 from selfspec import builtin
 
 CLIENTS, TOKENS, PROMPTS = 32, 24, 12
+ENDING = 120  # seconds that the server may take to end, four times its grace
 SELFSPEC = (sys.executable, "-m", "selfspec")
 MODEL = ("--model", "builtin", "--dtype", "float64", "--profile", "stdlib-llama-3.7m")
 SCHEMA = {
@@ -211,7 +213,8 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
     """Run the server and its clients, and return what was found."""
     command = [*SELFSPEC, "serve", *MODEL, "--port", "0", "--queue", "24", "--memory", "0.25", "--read-timeout", "3"]
     with log.open("w") as errors:
-        server = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+        server = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL, env=environment)
     try:
         until(lambda: "serving builtin at" in log.read_text() or server.poll() is not None)
         found = re.search(r"at (http://\S+)", log.read_text())
@@ -227,7 +230,12 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
         metrics = httpx2.get(f"{traffic.url}/metrics", timeout=60).text
         traffic.ending.set()
         server.send_signal(signal.SIGTERM)
-        code = server.wait(120)
+        try:
+            code = server.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            server.send_signal(signal.SIGABRT)  # its threads' stacks go to the log
+            code = server.wait()
+            traffic.failures.append(f"the server did not end within {ENDING} seconds of SIGTERM: {log}")
         for thread in clients:
             thread.join()
     finally:
