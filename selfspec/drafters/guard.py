@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.guides import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import DraftCall, Work
@@ -51,6 +52,7 @@ class _Round:
     work: Work | None = None  # work of all drafts together; None if nothing was drafted
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
+    guided: bool = False  # whether guides force tokens in this round, which make it wider than its drafts do
 
 
 @dataclass(slots=True)
@@ -181,7 +183,8 @@ class Guard:
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return the drafter's drafts, limited to the size that the bound allows; a draft may be empty."""
         timed = {seq for seq in self._accounts if self._timed(seq)}
-        self._round = _Round(self._clock(), self.round_times, timed) if timed else None
+        guided = any(len(guide_draft(seq, Limit(1))) for seq in self._accounts)
+        self._round = _Round(self._clock(), self.round_times, timed, guided=guided) if timed else None
         seconds = self._to_spend(timed)
         if seconds <= 0 and len(timed) == len(self._accounts):
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
@@ -272,7 +275,7 @@ class Guard:
         share = 1.0 if self._together is None else 1 / round_times.sequences  # a sequence's share of the batch account
         took = now.took = self._clock() - now.begun if now.took is None else now.took
         if now.work is None:
-            if first:
+            if first and not now.guided:
                 round_times.see_plain(took)
             account.slack += share * SHARE * round_times.step
             account.since_plain = 0
@@ -282,7 +285,7 @@ class Guard:
         if self._together is not None:
             account.slack = min(account.slack, MOST * round_times.step)
         account.since_plain += share * tokens
-        if first:
+        if first and not now.guided:
             round_times.see_drafted(now.work, now.drafting, rest, now.drafted)
 
     def end(self, seq: SequenceState) -> None:

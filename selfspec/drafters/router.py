@@ -101,7 +101,7 @@ class Router:
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Report the round to the sequence's drafter, and update the route's rate."""
         route = self._taken[seq]
-        if not seq.sampler.seeded:
+        if not seq.sampler.seeded and seq.continuation is None:  # what a guide forces is not the route's
             route.see(outcome)
         route.drafter.observe(seq, outcome)
 

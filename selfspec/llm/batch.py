@@ -28,7 +28,7 @@ from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt import Prompt
-from selfspec.types.draft_work import LOOKUP_WORK
+from selfspec.types.draft_work import GUIDE, LOOKUP_WORK
 
 CHUNK = 512  # prefill chunk in tokens while no sequence is being decoded
 ROUNDS, MIN_CHUNK = 4.0, 128  # while sequences decode: highest cost of a chunk, in rounds; smallest chunk, in tokens
@@ -294,7 +294,8 @@ class Batch:
             self.counters.record(rows, outcome)
             if self._scheduler is not None:
                 drafted = 0 if outcome.draft.work == LOOKUP_WORK else outcome.draft.depth
-                self._scheduler.record_draft(drafted, outcome.accepted, len(outcome.tokens), nodes=len(outcome.draft))
+                accepted = 0 if GUIDE in outcome.draft.sources else outcome.accepted  # nobody looked these up
+                self._scheduler.record_draft(drafted, accepted, len(outcome.tokens), nodes=len(outcome.draft))
             request = self._requests[seq]
             request.record_round(outcome)
             requests.append(request)

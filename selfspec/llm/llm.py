@@ -349,7 +349,9 @@ class LLM:
         if planned.sampler.seeded:
             calibrate(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
-        seq = SequenceState(ids, planned.max_new_tokens, planned.sampler, planned.final_tokens)
+        seq = SequenceState(
+            ids, planned.max_new_tokens, planned.sampler, planned.final_tokens, continuation=planned.continuation
+        )
         stop = with_deadline(text.push, planned.config.max_time)
         decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, first_plain=first_plain)
         rounds = self._adapter_switcher.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)

@@ -92,6 +92,7 @@ class Request:
             planned.final_tokens,
             rule=planned.rule,
             stop=stop,
+            continuation=planned.continuation,
         )
         self.tokens: list[int] = []  # new tokens so far
         self.stats = Stats(prompt=len(self.prompt))

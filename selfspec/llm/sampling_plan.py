@@ -23,6 +23,7 @@ from selfspec.models.dispatch import device_of
 from selfspec.models.skeleton import end_tokens
 from selfspec.speculation.rules import Rule, find_rule
 from selfspec.speculation.sampling import Sampler, as_integer
+from selfspec.speculation.sequence import Continuation
 
 _ALONE = {  # unsupported fields (beam search, guidance, contrastive search, ...), and the values that disable each
     "num_beams": (None, 1),
@@ -67,6 +68,7 @@ class Plan:
 
     `config`: a `GenerationConfig` with every default filled in, independent of the model's `generation_config`.
     `ends`: the end-of-sequence tokens. `stops`: the stop strings; `stop_tokens`: the special tokens among them.
+    `continuation`: the proposer of the guide; None without a guide.
     """
 
     config: GenerationConfig
@@ -76,6 +78,7 @@ class Plan:
     ends: frozenset[int]
     stops: tuple[str, ...]
     stop_tokens: frozenset[int] = frozenset()
+    continuation: Continuation | None = None
 
     @property
     def final_tokens(self) -> frozenset[int]:
@@ -126,7 +129,10 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
         scores = scores if processor in options.logits_processor else processor(ids, scores)
     assert config.max_new_tokens is not None
     stops = stop_texts(config.stop_strings)
-    return Plan(config, config.max_new_tokens, sampler, find_rule(rule, sampler), end_ids, stops)
+    continuation = None if options.guide is None else options.guide.continuation(len(prompt), end_ids)
+    return Plan(
+        config, config.max_new_tokens, sampler, find_rule(rule, sampler), end_ids, stops, continuation=continuation
+    )
 
 
 def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -> GenerationConfig:

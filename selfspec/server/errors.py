@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from selfspec.basics.control_characters import as_signs
 from selfspec.basics.errors import one_line
 
 MOST = 500  # maximum characters of a message, which may quote the request
@@ -27,7 +28,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        message = one_line(message)[:MOST]
+        message = as_signs(one_line(message))[:MOST]  # a client shows in a terminal what a request quoted
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

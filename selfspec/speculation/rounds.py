@@ -8,6 +8,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.checker import Checker
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.guides import propose_guided
 from selfspec.speculation.sequence import SequenceState
 
 
@@ -35,11 +36,11 @@ def one_round(
 
 
 def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-    """Return a draft for each sequence, from one call of the drafter for all that may draft."""
+    """Return a draft for each sequence, from one call of the drafter for all that may draft, and from guides."""
     drafting = [i for i, limit in enumerate(limits) if limit.depth > 0]
     drafts = [NO_DRAFT] * len(seqs)
-    if drafting:
-        proposals = drafter.propose([seqs[i] for i in drafting], [limits[i] for i in drafting])
+    if drafting and drafter.drafts:
+        proposals = propose_guided(drafter, [seqs[i] for i in drafting], [limits[i] for i in drafting])
         for i, draft in zip(drafting, proposals, strict=True):
             if len(draft) > limits[i].nodes or draft.depth > limits[i].depth:
                 raise SelfspecError(

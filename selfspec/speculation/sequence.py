@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from selfspec.speculation.rules import Rule, find_rule
 from selfspec.speculation.sampling import Sampler
+
+
+class Continuation(Protocol):
+    """The interface of a guide's proposer for one sequence."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """Return at most `most` tokens that the guide forces, or nearly so, after all of a text's `tokens`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +25,7 @@ class SequenceState:
     `row`: the sequence's KV cache row, which the engine assigns. `num_cached`: how many tokens had their keys and
     values in the cache when the sequence joined. `ends`: end-of-sequence tokens. `rule`: the verification rule; None:
     the default rule of the sampler. `stop`: called with each emitted token in order; returns whether the sequence ends
-    after that token.
+    after that token. `continuation`: the proposer of the sequence's guide; None without a guide.
     """
 
     tokens: list[int]
@@ -28,6 +36,7 @@ class SequenceState:
     num_cached: int = 0
     rule: Rule | None = None
     stop: Callable[[int], bool] | None = None
+    continuation: Continuation | None = None
 
     def verification_rule(self) -> Rule:
         """Return `rule`, or the default for the sampler."""

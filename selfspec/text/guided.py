@@ -19,6 +19,8 @@ from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError, reason, short
 from selfspec.text.grammar import PARSER_LIMITS, check_grammar
+from selfspec.text.grammar_state import GrammarState
+from selfspec.text.guide_continuation import Continuation
 
 _MAX_MASKS = 256  # cached masks, as each position of a draft is masked for drafting and again for verification
 
@@ -50,6 +52,7 @@ class Guide:
             known = from_tokenizer(tokenizer, eos_token=sorted(ends))
         except ValueError as error:
             raise SelfspecError(f"guide: the tokenizer cannot be used: {error}") from error
+        self._tokenizer, self._json = known, regex is None
         self._matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         _raise(self._matcher)
 
@@ -63,6 +66,12 @@ class Guide:
                 f"the guide ends with token {sorted(self.ends)}, generation with {sorted(ends)}; expected one in common"
             )
         return _Guided(self._matcher.deep_copy(), ends, self.ends - ends, prompt)
+
+    def continuation(self, prompt: int, ends: frozenset[int]) -> Continuation:
+        """Return the proposer of one generation, with the arguments of `processor`."""
+        shared = sorted(ends & self.ends)
+        end = shared[0] if len(shared) == 1 else None
+        return Continuation(self._matcher.deep_copy(), self._tokenizer, prompt=prompt, end=end, json=self._json)
 
 
 def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> str:
@@ -110,8 +119,7 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, matcher: Any, ends: frozenset[int], no_ends: frozenset[int], prompt: int) -> None:
-        self._matcher, self._ends, self._no_ends, self._prompt = matcher, ends, sorted(no_ends), prompt
-        self._path: list[int] = []  # tokens that the matcher has consumed
+        self._state, self._ends, self._no_ends, self._prompt = GrammarState(matcher), ends, sorted(no_ends), prompt
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -125,23 +133,13 @@ class _Guided(LogitsProcessor):  # type: ignore[misc]
 
     def _forbidden(self, new: Sequence[int], scores: Tensor) -> Tensor | None:
         """Return the mask `[V]` of forbidden tokens after the new tokens `new`; None if the grammar rejects `new`."""
-        if not self._ends.isdisjoint(new) or not self._follow(list(new)):
+        if not self._ends.isdisjoint(new) or not self._state.follow(new):
             return None
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        _raise(self._matcher)
+        matcher = self._state.matcher
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        _raise(matcher)
         allowed = np.zeros(scores.shape[-1], dtype=bool)
         both = min(len(bits), len(allowed))
         allowed[:both] = bits[:both]
         allowed[self._no_ends] = False  # the matcher's end tokens that do not end this generation
         return torch.from_numpy(~allowed).to(scores.device)
-
-    def _follow(self, new: list[int]) -> bool:
-        """Move the matcher to the state after the new tokens `new`; return False if the grammar rejects `new`."""
-        same = min(len(new), len(self._path))
-        while new[:same] != self._path[:same]:
-            same -= 1
-        if same < len(self._path):
-            self._matcher.rollback(len(self._path) - same)
-        taken = self._matcher.try_consume_tokens(new[same:])
-        self._path = new[: same + taken]
-        return len(self._path) == len(new)

@@ -19,7 +19,7 @@ class DraftCall(NamedTuple):
 
 # Names of token sources; the source of lookup tokens is the proposer's name.
 DRAFT_PATH, DRAFT_MODEL, RECYCLED = "draft path", "draft model", "recycle"
-INPUT, JACOBI, LOOKAHEAD = "input", "jacobi", "lookahead"
+INPUT, JACOBI, LOOKAHEAD, GUIDE = "input", "jacobi", "lookahead", "guide"
 DRAFT_STEP = DraftCall("draft step")  # one token through a draft path
 HEAD_STEP = DraftCall("head step")  # one step of a trained draft head below a draft path
 LOOKUP_CALL = DraftCall("lookup")  # a lookup, without a model's pass

@@ -422,3 +422,27 @@ def test_sequences_that_draft_together_share_what_may_be_spent(seconds):
     for tokens in rounds_of_three(guard, clock, (False, False, False)):
         assert clock.now <= 1.05 * min(tokens) + 2.5
     assert guard.drafter.made >= 2
+
+
+class Forcing:
+    """A guide that forces two tokens after every second token."""
+
+    def propose(self, tokens, most):
+        return [0, 0][:most] if len(tokens) % 2 else []
+
+
+def test_rounds_that_a_guide_makes_wider_tell_nothing_of_plain_ones():
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.1), clock=clock)
+    seqs = [SequenceState([0], 50, Sampler()), SequenceState([0], 50, Sampler(), continuation=Forcing())]
+    for seq in seqs:
+        guard.begin(seq, STEP)
+    for seconds, tokens in ((1.0, 2), (9.0, 2), (1.0, 2)):  # the second is asked of the first sequence alone
+        guided = len(seqs[1].tokens) % 2 == 1
+        seqs[1].tokens += [0] * (0 if guided else 1)
+        guard.propose(seqs[:1], [Limit(49)])
+        clock.now += seconds
+        for seq in seqs:
+            guard.observe(seq, Outcome(NO_DRAFT, (), (0,), STEP))
+            seq.tokens += [0] * tokens
+    assert 9.0 not in guard.round_times.plain

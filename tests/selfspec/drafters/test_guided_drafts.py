@@ -1,0 +1,107 @@
+"""Guides draft: what a grammar forces is proposed in front of every drafter, and no drafter changes a guided text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from every_drafter import table
+from models import small
+from transformers import LogitsProcessor
+from wants import needs
+
+from selfspec.drafters import PlainDrafter
+from selfspec.engine.engine import Engine
+from selfspec.models.low_precision import fake
+from selfspec.runtime.forward import Runtime
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.draft_work import GUIDE
+
+pytestmark = needs("llguidance", "llguidance")
+VOCABULARY, END, ROWS = 262, 261, 3  # of llguidance's tokenizer over bytes
+DRAFTERS = table(VOCABULARY)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["amber", "azure", "black"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2},
+        "sold": {"type": "boolean"},
+    },
+    "required": ["colour", "sizes", "sold"],
+    "additionalProperties": False,
+}
+PROMPTS, ROOMS = [[1, 4, 2], [7], [33, 90, 91, 5]], [70, 40, 70]
+
+
+class OneSpace(LogitsProcessor):
+    """Lets no space follow a space, which is all that a random model would write."""
+
+    def __call__(self, input_ids, scores):
+        spaces = [9, 10, 13, 32]
+        if int(input_ids[0, -1]) in spaces:
+            scores[:, spaces] = -torch.inf
+        return scores
+
+
+class ByteGuide:
+    """What `Guide` gives for a tokenizer whose tokens are bytes."""
+
+    def __init__(self, schema):
+        from llguidance import LLMatcher, LLTokenizer
+
+        self.tokenizer = LLTokenizer("byte")
+        self.matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+    def sequence(self, prompt, room, seed=None, guided=True):
+        from selfspec.text.guide_continuation import Continuation
+        from selfspec.text.guided import _Guided
+
+        ends = frozenset([END])
+        processor = _Guided(self.matcher.deep_copy(), ends, frozenset(), len(prompt))
+        sampler = Sampler(temperature=0.0 if seed is None else 0.7, seed=seed, processors=[processor, OneSpace()])
+        proposer = Continuation(self.matcher.deep_copy(), self.tokenizer, prompt=len(prompt), end=END, json=True)
+        return SequenceState(list(prompt), room, sampler, ends, continuation=proposer if guided else None)
+
+
+@pytest.fixture(scope="module")
+def guide():
+    return ByteGuide(SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(small(VOCABULARY, seed=4), rows=ROWS, kernel=fake)
+
+
+def serve(runtime, drafter, seqs, *, first_plain=False):
+    """New tokens of sequences that join one after the other, and the sources of the drafted tokens accepted."""
+    sources, waiting, prompts = [], list(seqs), [len(seq.tokens) for seq in seqs]
+    with Engine(runtime, drafter) as engine:
+        while waiting or engine.running:
+            if waiting:
+                engine.join(waiting.pop(0), first_plain=first_plain)
+            for _, outcome in engine.step():
+                sources += [outcome.draft.sources[node] for node in outcome.path if outcome.draft.sources]
+    return [seq.tokens[prompt:] for seq, prompt in zip(seqs, prompts, strict=True)], sources
+
+
+def sequences(guide, seed, guided=True):
+    return [
+        guide.sequence(prompt, room, None if seed is None else seed + i, guided)
+        for i, (prompt, room) in enumerate(zip(PROMPTS, ROOMS, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "match"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_the_guided_text(runtime, guide, name, seed):
+    """Alone, streamed, and in a batch whose sequences join one after the other."""
+    expected = [serve(runtime, PlainDrafter(), [seq])[0][0] for seq in sequences(guide, seed, guided=False)]
+    drafter = DRAFTERS[name](runtime)
+    together, sources = serve(runtime, drafter, sequences(guide, seed))
+    assert together == expected
+    assert GUIDE in sources or not drafter.drafts
+    streamed, _ = serve(runtime, drafter, sequences(guide, seed)[:1], first_plain=True)
+    assert streamed == expected[:1]
