@@ -6,10 +6,10 @@ is slower than float32. Kernels are therefore timed on a random weight like the 
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, q
 from selfspec.models.native import IN_A_PASS, NativeProduct
 from selfspec.models.native_library import timing_key
 from selfspec.models.packed_weight import PackedWeight
+from selfspec.models.product_timing import seconds_of
 
 _OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
 _REPEATS = 5
@@ -36,7 +37,7 @@ _ERROR = 0.05  # largest relative error of a kernel's product to that of the deq
 
 
 def int8_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int8 weights, for rows that each call casts to bfloat16 (on the CPU and CUDA).
+    """Pack int8 weights on the CPU, for rows that each call casts to bfloat16.
 
     torch's kernel reads 32 inputs at a time, past the end of a row, so inputs are padded with zeros to a multiple of
     32.
@@ -114,7 +115,8 @@ def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int4 weights on CUDA (compute capability 8.0 or higher), for rows that each call casts to bfloat16.
 
     Outputs are padded to a multiple of 8, as torch requires; products do not include the padding. The number of inputs
-    has to be a multiple of 32.
+    has to be a multiple of 32. Any number of rows is multiplied with the packed weight: a copy of it in bfloat16 for
+    many rows, as on the CPU, would take four times as much of the GPU's memory.
     """
     assert weight.zero is not None
     out, into = weight.values.shape
@@ -124,7 +126,7 @@ def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     packed = torch.ops.aten._convert_weight_to_int4pack(values[:, ::2] << 4 | values[:, 1::2], tiles)
     both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, more)).transpose(0, 1).contiguous()
     product, group = torch.ops.aten._weight_int4pack_mm.default, into // weight.scale.shape[1]
-    return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
+    return lambda x: product(x.to(torch.bfloat16), packed, group, both).narrow(1, 0, out)
 
 
 def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
@@ -134,13 +136,15 @@ def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     multiples of 16, as torch requires; products do not include the padding.
     """
     out, into = weight.values.shape
-    padded = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
-    values, scale = _in_float8(padded)
+    more = -into % 16
+    values, scale = _in_float8(F.pad(weight.weight(torch.float32), (0, more, 0, -out % 16)))
     across, scales = values.t(), scale.t().contiguous()
 
     def product(x: Tensor) -> Tensor:
-        rows, size = _in_float8(F.pad(x.float(), (0, -into % 16)))
-        result = torch._scaled_mm(rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16)
+        rows, size = _in_float8(F.pad(x.float(), (0, more)) if more else x.float())
+        result = torch._scaled_mm(
+            rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
         return result.narrow(1, 0, out)
 
     return product
@@ -192,9 +196,10 @@ KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"native": native, "weights only": int8_weight_only, **_DOT_PRODUCTS},
     4: {"native": native, "weights only": int4_weight_only},
 }
+# torch's own int8 product computes an output in one thread on CUDA, and is slower than bfloat16: it is left out.
 ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
-    8: {"weights only": int8_weight_only, "float8": float8},
-    4: {"weights only": int4_weight_only_cuda},
+    8: {"float8": float8, "fake": fake},
+    4: {"weights only": int4_weight_only_cuda, "fake": fake},
 }
 BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
 
@@ -202,8 +207,8 @@ BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     """Return the fastest kernel for products of one row with weights of this shape, dtype and device (timed, cached).
 
-    Returns `fake` if no kernel works, and on devices other than the CPU and CUDA: quantised drafts are then no faster
-    than drafts in full precision, and their weights take as much memory.
+    Returns `fake` if no kernel works, if all are slower on CUDA, and on devices other than the CPU and CUDA: quantised
+    drafts are then no faster than drafts in full precision, and their weights take as much memory.
     """
     if weight.device.type not in BY_DEVICE:
         return fake
@@ -251,12 +256,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(_REPEATS):
         for name, products in calls.items():
-            begun = time.perf_counter()
-            for call in products:
-                call(x)
-            if weight.is_cuda:
-                torch.cuda.synchronize(weight.device)
-            times[name] = min(times[name], (time.perf_counter() - begun) / len(products))
+            times[name] = min(times[name], seconds_of([partial(call, x) for call in products], weight.device))
     return times
 
 

@@ -49,6 +49,28 @@ def linear(module: Any) -> Call:
     return _product(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
+def logits_linear(module: Any) -> Call:
+    """Return a head from `[N, in]` to logits `[N, out]`: float32 on CUDA from weights in half precision.
+
+    Logits rounded to bfloat16 are often equal, and the largest then depends on the kernel that computed them.
+    """
+    if is_exact(module) and module.bias is None:
+        return _float32_product(module.weight.detach()) or linear(module)
+    return linear(module)
+
+
+def _float32_product(weight: Tensor) -> Call | None:
+    """Return the product with a weight `[out, in]` in half precision, accumulated and returned in float32, on CUDA.
+
+    Returns None for other weights, and where torch has no such product (before version 2.8).
+    """
+    if weight.device.type != "cuda" or weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if not hasattr(torch.ops.aten.mm, "dtype"):
+        return None
+    return partial(torch.mm, mat2=weight.t(), out_dtype=torch.float32)
+
+
 def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     """Return a linear from `[N, in]` to `[N, out]` that computes only the outputs `outputs`; all others are -inf.
 
@@ -60,8 +82,9 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     if product is None:
         if not is_readable(module):
             return None
-        weight = module.weight.detach().index_select(0, indices).t().contiguous()
-        product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, indices))
+        weight = module.weight.detach().index_select(0, indices).t().contiguous().t()
+        bias = None if module.bias is None else module.bias.detach().index_select(0, indices)
+        product = (_float32_product(weight) if bias is None else None) or _product(weight, bias)
     return SparseOutputs(
         product, indices, module.out_features
     )  # no reference to the module, to free its quantised weight
@@ -95,7 +118,8 @@ class SparseOutputs(Wrapped):
     def __call__(self, x: Tensor) -> Tensor:
         """Return all outputs `[N, out]`."""
         x = x.to(self.indices.device)
-        return x.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.indices, self.call(x).to(x.dtype))
+        computed = self.call(x)
+        return computed.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.indices, computed)
 
 
 def on_rows(module: Any) -> Call:
