@@ -26,6 +26,7 @@ from selfspec.models.native import IN_A_PASS, NativeProduct
 from selfspec.models.native_library import timing_key
 from selfspec.models.packed_weight import PackedWeight
 from selfspec.models.product_timing import seconds_of
+from selfspec.models.triton_kernels.switch import triton_enabled
 
 _OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
 _REPEATS = 5
@@ -150,6 +151,20 @@ def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     return product
 
 
+def triton(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """Return the product of a Triton kernel, which dequantises the weight to the dtype of the rows."""
+    from selfspec.models.triton_kernels.products import TritonProduct
+
+    return TritonProduct.quantized(weight.values, weight.scale, weight.zero)
+
+
+def triton_float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """Return the product of a Triton kernel with the weight in float8 (compute capability 8.9 or higher)."""
+    from selfspec.models.triton_kernels.products import TritonProduct
+
+    return TritonProduct.float8(weight.weight(torch.float32))
+
+
 def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows `[n, d]` in float8, and their scales `[n, 1]`."""
     size = rows.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
@@ -204,6 +219,17 @@ ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
 BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
 
 
+def kernels_on(device: torch.device, bits: Bits) -> Mapping[str, Kernel]:
+    """Return the kernels to choose from on the CPU or a CUDA device, by name."""
+    kernels = BY_DEVICE[device.type][bits]
+    if not triton_enabled(device):
+        return kernels
+    more: dict[str, Kernel] = {"triton": triton}
+    if bits == 8 and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)):
+        more["triton float8"] = triton_float8
+    return {**kernels, **more}
+
+
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     """Return the fastest kernel for products of one row with weights of this shape, dtype and device (timed, cached).
 
@@ -212,12 +238,12 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     """
     if weight.device.type not in BY_DEVICE:
         return fake
-    kernels, path = BY_DEVICE[weight.device.type][bits], _path(weight, bits)
+    kernels, path = kernels_on(weight.device, bits), _path(weight, bits)
     known = read_cached(path)
     if isinstance(known, str) and known in (*kernels, "fake"):
         return kernels.get(known, fake)
     times = kernel_times(weight, bits)
-    for name, factor in (("native", IN_A_PASS), ("float8", COARSER)):
+    for name, factor in (("native", IN_A_PASS), ("float8", COARSER), ("triton float8", COARSER)):
         if name in times:
             times[name] *= factor
     release_memory()
@@ -246,7 +272,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
         *(_copy(quantized) for _ in range(min(_COPIES, _CACHES // (quantized.values.numel() * bits // 8)) - 1)),
     ]
     calls: dict[str, list[Call]] = {}
-    for name, kernel in BY_DEVICE[weight.device.type][bits].items():
+    for name, kernel in kernels_on(weight.device, bits).items():
         try:
             call = kernel(quantized, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
@@ -270,5 +296,5 @@ def _near(ours: Tensor, exact: Tensor) -> bool:
 
 
 def _path(weight: Tensor, bits: Bits) -> Path:
-    what = [*timing_key(weight.device), bits, list(weight.shape), str(weight.dtype)]
+    what = [*timing_key(weight.device), bits, list(weight.shape), str(weight.dtype), *kernels_on(weight.device, bits)]
     return cached_file("kernels", what)

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.models.dispatch import calls_itself, device_of, is_dense
+from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
+
+if TYPE_CHECKING:
+    from selfspec.models.triton_kernels.products import TritonProduct
 
 Call = Callable[[Tensor], Tensor]
 Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes the output for x to out
@@ -46,7 +50,17 @@ def linear(module: Any) -> Call:
         return fused.product
     if not is_exact(module):
         return on_rows(module)
-    return _product(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    return _triton(weight, bias) or _product(weight, bias)
+
+
+def _triton(weight: Tensor, bias: Tensor | None) -> TritonProduct | None:
+    """Return the product with a weight by a Triton kernel; None if these are off or do not support the weight."""
+    if not triton_enabled(weight.device) or not weight.is_contiguous() or weight.dtype not in DTYPES:
+        return None
+    from selfspec.models.triton_kernels.products import TritonProduct
+
+    return TritonProduct.dense(weight, bias)
 
 
 def logits_linear(module: Any) -> Call:
@@ -55,7 +69,10 @@ def logits_linear(module: Any) -> Call:
     Logits rounded to bfloat16 are often equal, and the largest then depends on the kernel that computed them.
     """
     if is_exact(module) and module.bias is None:
-        return _float32_product(module.weight.detach()) or linear(module)
+        weight = module.weight.detach()
+        if (few_rows := _triton(weight, None)) is not None:
+            return few_rows.float32
+        return _float32_product(weight) or linear(module)
     return linear(module)
 
 
@@ -135,6 +152,8 @@ def linear_onto(module: Any) -> Onto:
         call = linear(module)
         return lambda base, x: base.add_(call(x))
     weight = module.weight.detach()
+    if (few_rows := _triton(weight, None)) is not None:
+        return few_rows.add
     if not _vectors(weight):
         across = weight.t()
         return lambda base, x: base.addmm_(x, across)
@@ -153,18 +172,37 @@ def side_by_side(modules: Sequence[Any]) -> Into:
     One product computes all outputs if the linears are joined (`join_`) or fused; otherwise each linear is called.
     `out` is `[N, sum of the linears' outputs]`.
     """
-    if all(map(is_exact, modules)):
-        weight = joined_tensor([module.weight.detach() for module in modules])
-        biases = [module.bias.detach() for module in modules if module.bias is not None]
-        bias = joined_tensor(biases) if len(biases) == len(modules) else None
-        if weight is not None and (bias is not None or not biases):
-            product = _product(weight, bias)
-            return lambda x, out: product(x, out=out)
+    if (joined := _joined(modules)) is not None:
+        if (few_rows := _triton(*joined)) is not None:
+            return few_rows.write
+        product = _product(*joined)
+        return lambda x, out: product(x, out=out)
     if (parts := fused_product(modules)) is not None:
         multiply = parts.product
         return multiply.write if isinstance(multiply, InPlace) else lambda x, out: out.copy_(multiply(x))
     calls = [linear(module) for module in modules]
     return lambda x, out: torch.cat([call(x) for call in calls], dim=-1, out=out)
+
+
+def gated(modules: Sequence[Any]) -> Into | None:
+    """Return `f(x, out)`, which writes silu(gate) * up to `out`, for the linears gate and up.
+
+    Returns None if there is no such kernel, or if the linears are neither joined nor fused.
+    """
+    joined, parts = _joined(modules), fused_product(modules)
+    multiply = _triton(*joined) if joined is not None else None if parts is None else parts.product
+    gate: Into | None = getattr(multiply, "gate", None)
+    return gate
+
+
+def _joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """Return the joined weight and bias of linears (`join_`); None if they are not joined."""
+    if not all(map(is_exact, modules)):
+        return None
+    weight = joined_tensor([module.weight.detach() for module in modules])
+    biases = [module.bias.detach() for module in modules if module.bias is not None]
+    bias = joined_tensor(biases) if len(biases) == len(modules) else None
+    return None if weight is None or (bias is None and biases) else (weight, bias)
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:

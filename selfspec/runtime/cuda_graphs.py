@@ -219,7 +219,7 @@ class Graphs:
 
     def first_use(self, compiled: CompiledPath, kv_len: int) -> bool:
         """Return whether this is called for the first time for a path and a rounded KV length."""
-        used, rounded = self._used.setdefault(compiled, set()), rounded_up(kv_len)
+        used, rounded = self._used.setdefault(compiled, set()), self._kv_len(kv_len)
         first = rounded not in used
         used.add(rounded)
         return first
@@ -258,7 +258,7 @@ class Graphs:
         self, pass_inputs: PassInputs, logits: Literal["all", "last"] | None, hidden: Sequence[int]
     ) -> GraphKey | None:
         """Return the graph key of a pass, or None if it is not to be captured."""
-        batch, n, positions, slots, mask, rows = pass_inputs
+        batch, n, positions, slots, mask, rows, _ = pass_inputs
         ends = [start + n for start in (positions, slots) if isinstance(start, int)]
         if logits is None or batch * n > ROWS or max(ends, default=0) > self._end:
             return None
@@ -270,9 +270,11 @@ class Graphs:
             return None
         if kv_len > self._slots:
             return None
-        return GraphKey(
-            batch, n, min(rounded_up(kv_len), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
-        )
+        return GraphKey(batch, n, self._kv_len(kv_len), (rows.start, rows.stop), masks, logits, tuple(hidden))
+
+    def _kv_len(self, kv_len: int) -> int:
+        """Return the KV length to capture for one of `kv_len`: all slots if passes read the length on the device."""
+        return self._slots if self._passes.reads_lengths else min(rounded_up(kv_len), self._slots)
 
     def _capture(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
@@ -281,7 +283,8 @@ class Graphs:
 
         def body() -> ForwardOutput:
             mask = numbers <= inputs.slots[:1].unsqueeze(-1) if inputs.mask is None else inputs.mask
-            pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows)
+            causal = inputs.mask is None
+            pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows, causal)
             return self._passes.forward(
                 compiled, inputs.ids, pass_inputs, logits=shape.logits, hidden=shape.hidden, scratch=scratch
             )

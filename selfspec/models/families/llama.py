@@ -23,6 +23,7 @@ from selfspec.models.linears import (
     Call,
     Group,
     embedding,
+    gated,
     is_plain,
     linear_onto,
     linear_over,
@@ -117,6 +118,7 @@ class Llama:
             act=act,
             down=linear_onto(down.module),
             plain=(gate_up.modules, down.modules) if silu else None,
+            gated=gated(gate_up.modules) if silu else None,
         )
 
     def embed(self, parts: Parts) -> Call:
