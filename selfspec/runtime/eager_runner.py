@@ -28,6 +28,7 @@ class EagerRunner:
 
     `attention_specs`: the model's attention specs, each with its rotary table. `scaling` multiplies attention scores.
     `direct`: compute passes over few tokens by explicit products, which round differently from fused attention.
+    `triton`: compute attention of few tokens by Triton kernels, if they support the model.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class EagerRunner:
         *,
         scaling: float,
         direct: bool,
+        triton: bool = False,
     ) -> None:
         self.skeleton, self.cache = skeleton, cache
         self._attention_specs, self._masks, self._scaling, self._direct = attention_specs, masks, scaling, direct
         self._scratches = ScratchPool(skeleton.sizes)
-        self._triton = triton_attention(skeleton, cache, attention_specs, scaling)
+        self._triton = triton_attention(skeleton, cache, attention_specs, scaling) if triton else None
 
     @property
     def reads_lengths(self) -> bool:

@@ -18,6 +18,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block
 from selfspec.models.low_precision import Kernel
 from selfspec.models.skeleton import read_skeleton
+from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.cache_factory import cache_of
@@ -82,6 +83,7 @@ class Runtime:
         self._rotary_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
+        self._triton = triton_enabled(self.device)  # as for the products and norms of the skeleton
         self._paths = Paths(self.skeleton, self._scaling)
         self.register_trained, self.unregister_trained, self.part_bytes = (
             self._paths.register_trained,
@@ -207,7 +209,13 @@ class Runtime:
         self._eager = self._graphs = None
         if isinstance(self.cache, Cache):
             self._eager = EagerRunner(
-                self.skeleton, self.cache, attention_specs, self._masks, scaling=self._scaling, direct=self._direct
+                self.skeleton,
+                self.cache,
+                attention_specs,
+                self._masks,
+                scaling=self._scaling,
+                direct=self._direct,
+                triton=self._triton,
             )
             if self._recorder is not None:
                 self._graphs = Graphs(self._eager, self._recorder, self._uncapturable, positions)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.models.families.base import AttentionSpec
 from selfspec.models.skeleton import Skeleton
-from selfspec.models.triton_kernels.switch import DTYPES, ROWS, triton_enabled
+from selfspec.models.triton_kernels.switch import DTYPES, ROWS
 from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.rotary import RotaryTable
@@ -102,12 +102,12 @@ class TritonAttention:
 def triton_attention(
     skeleton: Skeleton, cache: Cache, attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]], scaling: float
 ) -> TritonAttention | None:
-    """Return the Triton kernels' attention; None if they are off, or do not support the model.
+    """Return the Triton kernels' attention; None if they do not support the model.
 
     They support one device, a softmax without a function of the model's own, and no float64.
     """
     devices = {skeleton.device, *(block.device for block in skeleton.blocks)}
     custom = any(spec.custom_attention for spec, _ in attention_specs)
-    if not triton_enabled(skeleton.device) or len(devices) > 1 or custom or skeleton.sizes.dtype not in DTYPES:
+    if len(devices) > 1 or custom or skeleton.sizes.dtype not in DTYPES:
         return None
     return TritonAttention(cache, attention_specs, scaling)
