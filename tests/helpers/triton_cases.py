@@ -14,6 +14,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "SELFSPEC_TRITON": "1", "SELFSPEC_NATIVE": "0"}
 
@@ -23,8 +24,11 @@ from families import FAMILY_CONFIGS
 from models import CONFIGS, SIZES, tiny, tokens_for
 from natives import random_tree
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from triton.runtime.interpreter import GridExecutor
 
 from selfspec.models.kernels import triton, triton_float8
 from selfspec.models.layout import join_all_
@@ -282,7 +286,58 @@ def draft_paths() -> None:
             near(*both, 1e-4)
 
 
+class Nodes(TorchDispatchMode):
+    """Counts what would be nodes of a graph: kernels, and torch's operations that are neither views nor allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self._within = 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        views = not func._schema.is_mutable and all(t.untyped_storage().data_ptr() in given for t in made)
+        self.count += not (self._within or views or "empty" in name)
+        return out
+
+    def launch(self, executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        self.count, self._within = self.count + 1, True
+        LAUNCH(executor, *args, **kwargs)
+        self._within = False
+
+
+LAUNCH = GridExecutor.__call__
+
+
+def nodes() -> None:
+    """A layer of a captured pass over one or several tokens is nine kernels, and nothing else."""
+    counts = {}
+    for layers in (2, 3):
+        config = copy.deepcopy(CONFIGS["llama"])
+        config.num_hidden_layers = layers
+        model = tiny(config, dtype=torch.bfloat16)
+        join_all_(model)
+        for width in (1, 3):
+            counting = Nodes()
+
+            class Counted(Rerun):
+                def record(self, body: Callable, pool: object, counting: Nodes = counting) -> tuple:
+                    GridExecutor.__call__ = lambda executor, *args, **kwargs: counting.launch(executor, *args, **kwargs)
+                    with counting:
+                        step = body()
+                    GridExecutor.__call__ = LAUNCH
+                    return step, lambda: None
+
+            runtime = Runtime(model, recorder=Counted())
+            with runtime.session(20):
+                runtime.forward(torch.ones(1, width, dtype=torch.long), 0)
+            counts[layers, width] = counting.count
+    assert counts == {(layers, width): 9 * layers + 5 for layers in (2, 3) for width in (1, 3)}, counts
+
+
 CASES = (
+    nodes,
     products, rows_among_others, many_rows, norms, rope, attention, passes_in_float32, passes_in_bfloat16, draft_paths,
 )  # fmt: skip
 

@@ -43,8 +43,9 @@ def chunk_kernel(
         own = tl.load(slots + sequence * n + token)
         at = (head * GROUP * n + rows)[:, None] * DIM + dims[None, :]
         queries = tl.load(q + at, mask=in_rows[:, None] & in_dims[None, :], other=0.0).to(COMPUTE)
-        k_head = keys + (row_start + sequence) * key_row + kv_head * key_head
-        v_head = values + (row_start + sequence) * value_row + kv_head * value_head
+        row = (row_start + sequence).to(tl.int64)
+        k_head = keys + row * key_row + kv_head * key_head
+        v_head = values + row * value_row + kv_head * value_head
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         high = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         weights = tl.zeros((BLOCK_M,), tl.float32)

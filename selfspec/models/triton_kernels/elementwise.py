@@ -50,10 +50,10 @@ def rope_kernel(
     token, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     inside = at < DIM
     row, source = token // n, qkv + token * qkv_stride + head * DIM
-    slot = tl.load(slots + token)
+    slot, cache_row = tl.load(slots + token), (row_start + row).to(tl.int64)
     x = tl.load(source + at, mask=inside, other=0.0)
     if head >= HEADS + KV_HEADS:
-        to = values + (row_start + row) * value_row + (head - HEADS - KV_HEADS) * value_head + slot * value_slot
+        to = values + cache_row * value_row + (head - HEADS - KV_HEADS) * value_head + slot * value_slot
         tl.store(to + at, x, mask=inside)
     else:
         angle = tl.load(positions + token) * DIM + at
@@ -64,7 +64,7 @@ def rope_kernel(
         if head < HEADS:
             tl.store(q + ((row * HEADS + head) * n + token % n) * DIM + at, turned, mask=inside)
         else:
-            to = keys + (row_start + row) * key_row + (head - HEADS) * key_head + slot * key_slot
+            to = keys + cache_row * key_row + (head - HEADS) * key_head + slot * key_slot
             tl.store(to + at * key_dim, turned, mask=inside)
 
 

@@ -39,7 +39,17 @@ def test_a_row_has_the_bits_that_it_has_alone():
 @pytest.mark.long("kernels under an interpreter")
 @pytest.mark.parametrize(
     "case",
-    ["products", "many_rows", "norms", "rope", "attention", "passes_in_float32", "passes_in_bfloat16", "draft_paths"],
+    [
+        "nodes",
+        "products",
+        "many_rows",
+        "norms",
+        "rope",
+        "attention",
+        "passes_in_float32",
+        "passes_in_bfloat16",
+        "draft_paths",
+    ],
 )
 def test_kernels_and_passes_over_shapes_and_dtypes(case):
     assert failures(case) == {case: None}
