@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 GPU = Path(__file__).parent / "scripts" / "gpu"
 
@@ -23,6 +24,8 @@ def module(name: str, path: Path):
 
 
 drive, pack = module("gpu_drive", GPU / "drive.py"), module("gpu_pack", GPU / "pack.py")
+
+predict = module("gpu_predict", GPU / "predict.py")
 
 PARTS = {
     "good": "",
@@ -176,3 +179,22 @@ def test_a_rehearsal_runs_every_part(tmp_path):
     assert same
     assert all(line["same"] == line["texts"] for line in same)
     assert not any(line["bugs"] for line in lines if line["what"] == "audit")
+
+
+def test_what_a_pass_reads_is_every_weight_but_the_embedding_and_the_cache():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = {"hidden_size": "hidden", "intermediate_size": "intermediate", "num_attention_heads": "heads",
+             "num_key_value_heads": "kv_heads", "num_hidden_layers": "layers", "vocab_size": "vocabulary"}  # fmt: skip
+    shape = predict.LLAMA_8B._replace(layers=2)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**{name: getattr(shape, ours) for name, ours in names.items()}))
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    read = 2 * sum(read for _, read in predict.layer_nodes(shape, 1, 2047, 2.0))
+    read += sum(read for _, read in predict.other_nodes(shape, 1, 2.0))
+    cache = 2 * 2048 * shape.layers * 2 * shape.kv_heads * shape.head_dim
+    assert 2 * weights + cache < read < 1.002 * (2 * weights + cache)
+    took = predict.pass_seconds(shape, 1, 2047, ("bfloat16", "bfloat16"), 1e12, 0.0)
+    assert took == pytest.approx(read / 1e12)
+    nodes = 2 * 9 + 5
+    assert predict.pass_seconds(shape, 1, 2047, ("int4", "int8"), 1e30, 1e-6) == pytest.approx(nodes * 1e-6)

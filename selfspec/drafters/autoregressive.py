@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from selfspec.basics.clock import clock
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
 from selfspec.drafters.controlled import ControlledDrafter, as_draft, check_candidates
 from selfspec.proposers.base import NO_PROPOSAL, Proposal
@@ -107,13 +107,13 @@ class ChainDrafter(ControlledDrafter):
             else self._start_batch(seqs, token_limits, load)
         )
         while live := self._live(chains, load):
-            start = time.perf_counter()
+            start = clock()
             self._pass(live)
             for chain in live:
                 while chain.loop.wants and chain.logits:
                     self._draft(chain, chain.logits.pop(0))
             if load is not None:
-                load.record_pass(sum(chain.passes[-1] for chain in live if chain.passes), time.perf_counter() - start)
+                load.record_pass(sum(chain.passes[-1] for chain in live if chain.passes), clock() - start)
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
     def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from selfspec.basics.clock import clock
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -145,7 +145,7 @@ class Guard:
         *,
         payoff: PayoffModel | None = None,
         measure_payoff: Callable[[], PayoffModel | None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = clock,
     ) -> None:
         self.drafter = drafter
         self.payoff = payoff

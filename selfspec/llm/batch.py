@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from selfspec.basics.clock import clock
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler
 from selfspec.drafters import make_guarded
@@ -267,10 +267,10 @@ class Batch:
         rows = len(self._engine.running)
         if not rows:
             return []
-        start = time.perf_counter()
+        start = clock()
         try:
             outcomes = self._stepped(rows)
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             requests = self._record(outcomes, rows)
             if self._scheduler is not None:
                 self._scheduler.record_duration(seconds)

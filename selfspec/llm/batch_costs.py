@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from selfspec.basics.clock import clock
 from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
@@ -42,12 +42,12 @@ class _Timed(PlainDrafter):
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return an autoregressive draft of `length` tokens for each sequence; shorter if the drafter stops early."""
-        start, drafts = time.perf_counter(), [NO_DRAFT] * len(seqs)
+        start, drafts = clock(), [NO_DRAFT] * len(seqs)
         if self.length:
             self.drafter.controller = FixedK(self.length)
             drafts = self.drafter.propose(seqs, limits)
         synchronise(self.runtime.device)
-        self.seconds = time.perf_counter() - start
+        self.seconds = clock() - start
         return drafts
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -119,10 +119,10 @@ def _rounds(
         for i, length in enumerate((0, *plan)):
             if probe is not None:
                 probe.length, probe.seconds = length, 0.0
-            start = time.perf_counter()
+            start = clock()
             drafts = [outcome.draft for _, outcome in engine.step()]
             synchronise(runtime.device)
-            took, drafting = time.perf_counter() - start, 0.0 if probe is None else probe.seconds
+            took, drafting = clock() - start, 0.0 if probe is None else probe.seconds
             verified, passes = sum(1 + len(draft) for draft in drafts), max((d.depth for d in drafts), default=0)
             if i and len(drafts) == count:
                 samples.append(_Round(verified, passes, drafting, took - drafting))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from selfspec.basics.clock import clock
 from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
@@ -41,13 +41,13 @@ class Probe(PlainDrafter):
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return an autoregressive draft of `length` tokens for each sequence."""
-        start = time.perf_counter()
+        start = clock()
         drafts = [NO_DRAFT] * len(seqs)
         if self.length:
             self.drafter.controller = FixedK(self.length)
             drafts = self.drafter.propose(seqs, limits)
         synchronise(self.drafter.runtime.device)
-        self.seconds = time.perf_counter() - start
+        self.seconds = clock() - start
         return drafts
 
 
@@ -73,10 +73,10 @@ def timed_rounds(
     rounds = decode(runtime, probe, seq, rule=find_rule(None, sampler))
     try:
         for number, probe.length in enumerate([0, *plan]):
-            start = time.perf_counter()
+            start = clock()
             next(rounds)
             synchronise(runtime.device)
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if number:
                 samples.append(RoundSample(drafter.path, probe.length, probe.seconds, elapsed - probe.seconds))
     finally:

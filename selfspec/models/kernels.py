@@ -7,10 +7,10 @@ model's, and the choice is cached.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, q
 from selfspec.models.native import NativeProduct
 from selfspec.models.native_library import available, timing_key
 from selfspec.models.packed_weight import PackedWeight
+from selfspec.models.product_timing import seconds_of
+from selfspec.models.triton_kernels.switch import triton_enabled
 
 _OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
 _REPEATS = 5
@@ -37,7 +39,7 @@ _ERROR = 0.05  # largest relative error of a kernel's product to that of the deq
 
 
 def int8_weight_only(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Pack int8 weights, for rows that each call casts to bfloat16 (on the CPU and CUDA).
+    """Pack int8 weights on the CPU, for rows that each call casts to bfloat16.
 
     torch's kernel reads 32 inputs at a time, past the end of a row, so inputs are padded with zeros to a multiple of
     32.
@@ -115,7 +117,8 @@ def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     """Pack int4 weights on CUDA (compute capability 8.0 or higher), for rows that each call casts to bfloat16.
 
     Outputs are padded to a multiple of 8, as torch requires; products do not include the padding. The number of inputs
-    has to be a multiple of 32.
+    has to be a multiple of 32. Any number of rows is multiplied with the packed weight: a copy of it in bfloat16 for
+    many rows, as on the CPU, would take four times as much of the GPU's memory.
     """
     assert weight.zero is not None
     out, into = weight.values.shape
@@ -125,7 +128,7 @@ def int4_weight_only_cuda(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     packed = torch.ops.aten._convert_weight_to_int4pack(values[:, ::2] << 4 | values[:, 1::2], tiles)
     both = F.pad(torch.stack([weight.scale, weight.zero], -1), (0, 0, 0, 0, 0, more)).transpose(0, 1).contiguous()
     product, group = torch.ops.aten._weight_int4pack_mm.default, into // weight.scale.shape[1]
-    return _wide_too(lambda x: product(x, packed, group, both).narrow(1, 0, out), into)
+    return lambda x: product(x.to(torch.bfloat16), packed, group, both).narrow(1, 0, out)
 
 
 def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
@@ -135,16 +138,32 @@ def float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
     multiples of 16, as torch requires; products do not include the padding.
     """
     out, into = weight.values.shape
-    padded = F.pad(weight.weight(torch.float32), (0, -into % 16, 0, -out % 16))
-    values, scale = _in_float8(padded)
+    more = -into % 16
+    values, scale = _in_float8(F.pad(weight.weight(torch.float32), (0, more, 0, -out % 16)))
     across, scales = values.t(), scale.t().contiguous()
 
     def product(x: Tensor) -> Tensor:
-        rows, size = _in_float8(F.pad(x.float(), (0, -into % 16)))
-        result = torch._scaled_mm(rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16)
+        rows, size = _in_float8(F.pad(x.float(), (0, more)) if more else x.float())
+        result = torch._scaled_mm(
+            rows, across, scale_a=size, scale_b=scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
         return result.narrow(1, 0, out)
 
     return product
+
+
+def triton(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """Return the product of a Triton kernel, which dequantises the weight to the dtype of the rows."""
+    from selfspec.models.triton_kernels.products import TritonProduct
+
+    return TritonProduct.quantized(weight.values, weight.scale, weight.zero)
+
+
+def triton_float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
+    """Return the product of a Triton kernel with the weight in float8 (compute capability 8.9 or higher)."""
+    from selfspec.models.triton_kernels.products import TritonProduct
+
+    return TritonProduct.float8(weight.weight(torch.float32))
 
 
 def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,33 +212,45 @@ KERNELS: Mapping[Bits, Mapping[str, Kernel]] = {
     8: {"native": native, "weights only": int8_weight_only, **_DOT_PRODUCTS},
     4: {"native": native, "weights only": int4_weight_only},
 }
+# torch's own int8 product computes an output in one thread on CUDA, and is slower than bfloat16: it is left out.
 ON_CUDA: Mapping[Bits, Mapping[str, Kernel]] = {
-    8: {"weights only": int8_weight_only, "float8": float8},
-    4: {"weights only": int4_weight_only_cuda},
+    8: {"float8": float8, "fake": fake},
+    4: {"weights only": int4_weight_only_cuda, "fake": fake},
 }
 BY_DEVICE = {"cpu": KERNELS, "cuda": ON_CUDA}  # by device type
+
+
+def kernels_on(device: torch.device, bits: Bits) -> Mapping[str, Kernel]:
+    """Return the kernels to choose from on the CPU or a CUDA device, by name."""
+    kernels = BY_DEVICE[device.type][bits]
+    if not triton_enabled(device):
+        return kernels
+    more: dict[str, Kernel] = {"triton": triton}
+    if bits == 8 and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)):
+        more["triton float8"] = triton_float8
+    return {**kernels, **more}
 
 
 def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     """Return the kernel for products of few rows with weights of this shape, dtype and device.
 
     It is selfspec's own on a CPU with a C++ compiler, where it was the fastest on every processor that was measured;
-    else the fastest one for one row (timed, cached). Returns `fake` if no kernel works, and on devices other than the
-    CPU and CUDA: quantised drafts are then no faster than drafts in full precision, and their weights take as much
-    memory.
+    else the fastest one for one row (timed, cached). Returns `fake` if no kernel works, if all are slower on CUDA, and
+    on devices other than the CPU and CUDA: quantised drafts are then no faster than drafts in full precision, and their
+    weights take as much memory.
     """
     if weight.device.type not in BY_DEVICE:
         return fake
-    kernels = BY_DEVICE[weight.device.type][bits]
+    kernels, path = kernels_on(weight.device, bits), _path(weight, bits)
     if "native" in kernels and available():
         return kernels["native"]
-    path = _path(weight, bits)
     known = read_cached(path)
     if isinstance(known, str) and known in (*kernels, "fake"):
         return kernels.get(known, fake)
     times = kernel_times(weight, bits)
-    if "float8" in times:
-        times["float8"] *= COARSER
+    for name in ("float8", "triton float8"):
+        if name in times:
+            times[name] *= COARSER
     release_memory()
     best = min(times, key=lambda name: times[name]) if times else "fake"
     write_cached(path, best)
@@ -246,7 +277,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
         *(_copy(quantized) for _ in range(min(_COPIES, _CACHES // (quantized.values.numel() * bits // 8)) - 1)),
     ]
     calls: dict[str, list[Call]] = {}
-    for name, kernel in BY_DEVICE[weight.device.type][bits].items():
+    for name, kernel in kernels_on(weight.device, bits).items():
         try:
             call = kernel(quantized, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
@@ -256,12 +287,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(_REPEATS):
         for name, products in calls.items():
-            begun = time.perf_counter()
-            for call in products:
-                call(x)
-            if weight.is_cuda:
-                torch.cuda.synchronize(weight.device)
-            times[name] = min(times[name], (time.perf_counter() - begun) / len(products))
+            times[name] = min(times[name], seconds_of([partial(call, x) for call in products], weight.device))
     return times
 
 
@@ -275,5 +301,5 @@ def _near(ours: Tensor, exact: Tensor) -> bool:
 
 
 def _path(weight: Tensor, bits: Bits) -> Path:
-    what = [*timing_key(weight.device), bits, list(weight.shape), str(weight.dtype)]
+    what = [*timing_key(weight.device), bits, list(weight.shape), str(weight.dtype), *kernels_on(weight.device, bits)]
     return cached_file("kernels", what)

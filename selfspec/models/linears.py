@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.models.dispatch import calls_itself, device_of, is_dense
+from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
+
+if TYPE_CHECKING:
+    from selfspec.models.triton_kernels.products import TritonProduct
 
 Call = Callable[[Tensor], Tensor]
 Into = Callable[[Tensor, Tensor], object]  # f(x, out): writes the output for x to out
@@ -46,7 +50,42 @@ def linear(module: Any) -> Call:
         return fused.product
     if not is_exact(module):
         return on_rows(module)
-    return _product(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    return _triton(weight, bias) or _product(weight, bias)
+
+
+def _triton(weight: Tensor, bias: Tensor | None) -> TritonProduct | None:
+    """Return the product with a weight by a Triton kernel; None if these are off or do not support the weight."""
+    if not triton_enabled(weight.device) or not weight.is_contiguous() or weight.dtype not in DTYPES:
+        return None
+    from selfspec.models.triton_kernels.products import TritonProduct
+
+    return TritonProduct.dense(weight, bias)
+
+
+def logits_linear(module: Any) -> Call:
+    """Return a head from `[N, in]` to logits `[N, out]`: float32 on CUDA from weights in half precision.
+
+    Logits rounded to bfloat16 are often equal, and the largest then depends on the kernel that computed them.
+    """
+    if is_exact(module) and module.bias is None:
+        weight = module.weight.detach()
+        if (few_rows := _triton(weight, None)) is not None:
+            return few_rows.float32
+        return _float32_product(weight) or linear(module)
+    return linear(module)
+
+
+def _float32_product(weight: Tensor) -> Call | None:
+    """Return the product with a weight `[out, in]` in half precision, accumulated and returned in float32, on CUDA.
+
+    Returns None for other weights, and where torch has no such product (before version 2.8).
+    """
+    if weight.device.type != "cuda" or weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if not hasattr(torch.ops.aten.mm, "dtype"):
+        return None
+    return partial(torch.mm, mat2=weight.t(), out_dtype=torch.float32)
 
 
 def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
@@ -60,8 +99,9 @@ def linear_over(module: Any, outputs: Sequence[int]) -> Call | None:
     if product is None:
         if not is_readable(module):
             return None
-        weight = module.weight.detach().index_select(0, indices).t().contiguous()
-        product = _product(weight.t(), None if module.bias is None else module.bias.detach().index_select(0, indices))
+        weight = module.weight.detach().index_select(0, indices).t().contiguous().t()
+        bias = None if module.bias is None else module.bias.detach().index_select(0, indices)
+        product = (_float32_product(weight) if bias is None else None) or _product(weight, bias)
     return SparseOutputs(
         product, indices, module.out_features
     )  # no reference to the module, to free its quantised weight
@@ -95,7 +135,8 @@ class SparseOutputs(Wrapped):
     def __call__(self, x: Tensor) -> Tensor:
         """Return all outputs `[N, out]`."""
         x = x.to(self.indices.device)
-        return x.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.indices, self.call(x).to(x.dtype))
+        computed = self.call(x)
+        return computed.new_full((len(x), self.out), -torch.inf).index_copy_(1, self.indices, computed)
 
 
 def on_rows(module: Any) -> Call:
@@ -111,6 +152,8 @@ def linear_onto(module: Any) -> Onto:
         call = linear(module)
         return lambda base, x: base.add_(call(x))
     weight = module.weight.detach()
+    if (few_rows := _triton(weight, None)) is not None:
+        return few_rows.add
     if not _vectors(weight):
         across = weight.t()
         return lambda base, x: base.addmm_(x, across)
@@ -129,18 +172,37 @@ def side_by_side(modules: Sequence[Any]) -> Into:
     One product computes all outputs if the linears are joined (`join_`) or fused; otherwise each linear is called.
     `out` is `[N, sum of the linears' outputs]`.
     """
-    if all(map(is_exact, modules)):
-        weight = joined_tensor([module.weight.detach() for module in modules])
-        biases = [module.bias.detach() for module in modules if module.bias is not None]
-        bias = joined_tensor(biases) if len(biases) == len(modules) else None
-        if weight is not None and (bias is not None or not biases):
-            product = _product(weight, bias)
-            return lambda x, out: product(x, out=out)
+    if (joined := _joined(modules)) is not None:
+        if (few_rows := _triton(*joined)) is not None:
+            return few_rows.write
+        product = _product(*joined)
+        return lambda x, out: product(x, out=out)
     if (parts := fused_product(modules)) is not None:
         multiply = parts.product
         return multiply.write if isinstance(multiply, InPlace) else lambda x, out: out.copy_(multiply(x))
     calls = [linear(module) for module in modules]
     return lambda x, out: torch.cat([call(x) for call in calls], dim=-1, out=out)
+
+
+def gated(modules: Sequence[Any]) -> Into | None:
+    """Return `f(x, out)`, which writes silu(gate) * up to `out`, for the linears gate and up.
+
+    Returns None if there is no such kernel, or if the linears are neither joined nor fused.
+    """
+    joined, parts = _joined(modules), fused_product(modules)
+    multiply = _triton(*joined) if joined is not None else None if parts is None else parts.product
+    gate: Into | None = getattr(multiply, "gate", None)
+    return gate
+
+
+def _joined(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """Return the joined weight and bias of linears (`join_`); None if they are not joined."""
+    if not all(map(is_exact, modules)):
+        return None
+    weight = joined_tensor([module.weight.detach() for module in modules])
+    biases = [module.bias.detach() for module in modules if module.bias is not None]
+    bias = joined_tensor(biases) if len(biases) == len(modules) else None
+    return None if weight is None or (bias is None and biases) else (weight, bias)
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from selfspec.models.dispatch import device_of, weight_of
 from selfspec.models.linears import Call, is_plain, on_rows
+from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
 
 Norm = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`norm(x, x_with_eps, out)` returns the normalised rows `[N, D]` of the residual stream `x` `[N, D]`.
@@ -59,6 +60,8 @@ class Norms:
         plain = is_plain(module, offloaded=True) and _eps_of(module) == self._eps and device_of(module) == device
         if not plain or (weight := weight_of(module)) is None or self._dtype not in (None, weight.dtype):
             return _called(module)
+        if triton_enabled(device) and weight.dtype in DTYPES and self._formula == LLAMAS:
+            return _triton_norm(weight.detach(), self._eps)
         if weight.dtype not in EXACT:
             use_rounded_norm = weight.device.type == device.type == "cpu" and self._formula == LLAMAS
             return RoundedNorm(weight.detach()) if use_rounded_norm else _called(module)
@@ -148,6 +151,13 @@ class RoundedNorm:
         """Return the normalised rows of `x`."""
         norm = torch.linalg.vector_norm(x_with_eps, dim=-1, keepdim=True, dtype=torch.float32).mul_(self._share)
         return torch.div(x, norm, out=out).mul_(self.weight)
+
+
+def _triton_norm(weight: Tensor, eps: float) -> Norm:
+    """Return an RMSNorm as one kernel, rounded at the same points as in `transformers`."""
+    from selfspec.models.triton_kernels.elementwise import rms_norm
+
+    return lambda x, x_with_eps, out: rms_norm(x, weight, eps, out)
 
 
 def _called(module: nn.Module) -> Norm:

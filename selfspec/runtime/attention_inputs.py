@@ -16,7 +16,10 @@ from selfspec.runtime.rotary import RotaryTable
 
 
 class PassInputs(NamedTuple):
-    """Shape, positions, slots, mask and cache rows of a pass over tokens `[batch, n]`; see `Runtime.forward`."""
+    """Shape, positions, slots, mask and cache rows of a pass over tokens `[batch, n]`; see `Runtime.forward`.
+
+    `causal`: whether `mask` shows a token exactly the slots up to its own, which equal their tokens' positions.
+    """
 
     batch: int
     n: int
@@ -24,6 +27,7 @@ class PassInputs(NamedTuple):
     slots: int | Tensor
     mask: Tensor | None
     rows: slice
+    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def build_attention_inputs(
 
     `narrow`: rotate by matrices and compute attention by explicit products, which is fastest for few tokens.
     """
-    batch, n, positions, slots, mask, rows = pass_inputs
+    batch, n, positions, slots, mask, rows, _ = pass_inputs
     window, direct = attention_spec.window, narrow or attention_spec.custom_attention
     rotation = rotary_table.rotation(positions, batch, n, matrix=narrow)
     first, causal, additive = 0, False, None

@@ -3,19 +3,25 @@
 A pass over few tokens launches hundreds of small kernels, which takes the host longer than the device needs to run the
 kernels. A captured pass reads tokens, positions, slots and masks from tensors of fixed shape, which are filled before
 each replay. Its KV length is rounded up, and the additional slots are masked. It copies no value back to the host.
+
+A pass is captured when its shape first occurs. The clock that times rounds stands still meanwhile (`basics/clock.py`),
+so that no draft is charged for a capture.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from selfspec.basics.clock import clock_stopped
 from selfspec.basics.errors import reason
 from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
@@ -23,16 +29,41 @@ from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.eager_runner import EagerRunner
+from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
 
 ENV_VAR = "SELFSPEC_GRAPHS"  # environment variable: 0 disables capture
 ROWS = 64  # most tokens of a captured pass: running a larger pass takes longer than launching its kernels
 SHAPES = 512  # most shapes captured for a path
-_KV_LEN_STEP = 256  # slots: the least multiple that the KV length is rounded up to, see `rounded_up`
+_KV_LEN_STEP = 1024  # slots: the least multiple that the KV length is rounded up to, see `rounded_up`
+# Operations whose result the host has to wait for: values, sizes that depend on values, numbers brought from the host.
+_HOST_READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh", "lift_fresh_copy"}
+_COPIES = {"copy_", "_to_copy"}
 _log = logging.getLogger("selfspec")
 
 Replay = Callable[[], object]
+
+
+def check_capturable(func: Any, args: Sequence[Any], out: Any) -> None:
+    """Raise `RuntimeError` for an operation that no capture can hold, as the host waits for it."""
+    name = func.overloadpacket.__name__
+    if name in _HOST_READS or (name in _COPIES and args[1 if name == "copy_" else 0].device.type != out.device.type):
+        raise RuntimeError(f"{func} moves values between host and device, which cannot be captured")
+
+
+class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations as they are, and raises `RuntimeError` as `check_capturable` does.
+
+    A capture that fails halfway can leave allocator and random number generator unusable, so that whether a pass can be
+    captured is found out in its warm-up, before anything is captured.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and check one operation."""
+        out = func(*args, **(kwargs or {}))
+        check_capturable(func, args, out)
+        return out
 
 
 class Recorder(Protocol):
@@ -49,10 +80,17 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Capture as CUDA graphs on one device."""
+    """Capture as CUDA graphs on one device.
+
+    All captures use one side stream: torch keeps memory, and cuBLAS a workspace of 32 MiB, for every stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._side: Any = None  # made at the first capture, as it needs the device
+        self._lock = (
+            threading.Lock()
+        )  # runtimes with a cache of their own share a recorder, and a stream holds one capture
 
     def pool(self) -> Any:
         """Return a handle of a new CUDA graph memory pool."""
@@ -61,14 +99,14 @@ class CudaRecorder:
 
     def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
         """Run `body` once as a warm-up, then capture it; CUDA work of other threads does not break the capture."""
-        with torch.cuda.device(self._device):
-            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            graph = torch.cuda.CUDAGraph()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                body()
+        with torch.cuda.device(self._device), self._lock:
+            side = self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             before = torch.cuda.current_stream()
+            side.wait_stream(before)
+            with torch.cuda.stream(side), CaptureCheck():  # type: ignore[no-untyped-call]
+                body()
             before.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                     step = body()
@@ -164,8 +202,8 @@ class UncapturablePaths:
 class Graphs:
     """The captured passes of one cache.
 
-    A shape is captured the second time it occurs. Passes without logits, or of more than `ROWS` tokens (prefill), are
-    never captured.
+    A shape is captured when it first occurs. Passes without logits, or of more than `ROWS` tokens (prefill), are never
+    captured.
     """
 
     def __init__(
@@ -176,7 +214,15 @@ class Graphs:
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
         self._numbers = torch.arange(self._slots, device=self._device)
-        self._made: WeakKeyDictionary[CompiledPath, dict[GraphKey, _Graph | None]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[CompiledPath, dict[GraphKey, _Graph]] = WeakKeyDictionary()
+        self._used: WeakKeyDictionary[CompiledPath, set[int]] = WeakKeyDictionary()  # rounded KV lengths
+
+    def first_use(self, compiled: CompiledPath, kv_len: int) -> bool:
+        """Return whether this is called for the first time for a path and a rounded KV length."""
+        used, rounded = self._used.setdefault(compiled, set()), self._kv_len(kv_len)
+        first = rounded not in used
+        used.add(rounded)
+        return first
 
     def forward(
         self,
@@ -192,17 +238,17 @@ class Graphs:
         if shape is None or compiled in self._uncapturable:
             return None
         made = self._made.setdefault(compiled, {})
-        if shape not in made:
-            if len(made) < SHAPES:
-                made[shape] = None
+        graph = made.get(shape)
+        if graph is None and len(made) >= SHAPES:
             return None
-        graph = made[shape]
         inputs = _Inputs(shape, self._device) if graph is None else graph.inputs
         inputs.fill(tokens, pass_inputs, self._numbers)
         if graph is None:
-            graph = made[shape] = self._capture(compiled, shape, inputs, pass_inputs.rows)
+            with clock_stopped():
+                graph = self._capture(compiled, shape, inputs, pass_inputs.rows)
             if graph is None:
                 return None
+            made[shape] = graph
         graph.replay()
         step = graph.step  # cloned, as the next replay overwrites it
         assert step.logits is not None
@@ -212,7 +258,7 @@ class Graphs:
         self, pass_inputs: PassInputs, logits: Literal["all", "last"] | None, hidden: Sequence[int]
     ) -> GraphKey | None:
         """Return the graph key of a pass, or None if it is not to be captured."""
-        batch, n, positions, slots, mask, rows = pass_inputs
+        batch, n, positions, slots, mask, rows, _ = pass_inputs
         ends = [start + n for start in (positions, slots) if isinstance(start, int)]
         if logits is None or batch * n > ROWS or max(ends, default=0) > self._end:
             return None
@@ -224,9 +270,11 @@ class Graphs:
             return None
         if kv_len > self._slots:
             return None
-        return GraphKey(
-            batch, n, min(rounded_up(kv_len), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
-        )
+        return GraphKey(batch, n, self._kv_len(kv_len), (rows.start, rows.stop), masks, logits, tuple(hidden))
+
+    def _kv_len(self, kv_len: int) -> int:
+        """Return the KV length to capture for one of `kv_len`: all slots if passes read the length on the device."""
+        return self._slots if self._passes.reads_lengths else min(rounded_up(kv_len), self._slots)
 
     def _capture(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
@@ -235,13 +283,15 @@ class Graphs:
 
         def body() -> ForwardOutput:
             mask = numbers <= inputs.slots[:1].unsqueeze(-1) if inputs.mask is None else inputs.mask
-            pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows)
+            causal = inputs.mask is None
+            pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows, causal)
             return self._passes.forward(
                 compiled, inputs.ids, pass_inputs, logits=shape.logits, hidden=shape.hidden, scratch=scratch
             )
 
         try:
-            return _Graph(inputs, scratch, *self._recorder.record(body, self._pool))
+            with fused_backends(self._device):
+                return _Graph(inputs, scratch, *self._recorder.record(body, self._pool))
         except RuntimeError as error:
             self._made.pop(compiled, None)
             self._uncapturable.add(compiled, error)
@@ -249,6 +299,6 @@ class Graphs:
 
 
 def rounded_up(slots: int) -> int:
-    """Round a KV length up to a multiple of 256 or, if larger, of a quarter of the power of two at or below it."""
+    """Round a KV length up to a multiple of 1024 or, if larger, of a quarter of the power of two at or below it."""
     step = max(_KV_LEN_STEP, 1 << max(slots.bit_length() - 3, 0))
     return -(-slots // step) * step

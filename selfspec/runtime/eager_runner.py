@@ -16,6 +16,7 @@ from selfspec.runtime.cache import Cache
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.rotary import RotaryTable
+from selfspec.runtime.triton_attention import TritonInputs, triton_attention
 from selfspec.runtime.workspace import Scratch, ScratchPool
 from selfspec.speculation.forward_output import ForwardOutput
 
@@ -27,6 +28,7 @@ class EagerRunner:
 
     `attention_specs`: the model's attention specs, each with its rotary table. `scaling` multiplies attention scores.
     `direct`: compute passes over few tokens by explicit products, which round differently from fused attention.
+    `triton`: compute attention of few tokens by Triton kernels, if they support the model.
     """
 
     def __init__(
@@ -38,10 +40,17 @@ class EagerRunner:
         *,
         scaling: float,
         direct: bool,
+        triton: bool = False,
     ) -> None:
         self.skeleton, self.cache = skeleton, cache
         self._attention_specs, self._masks, self._scaling, self._direct = attention_specs, masks, scaling, direct
         self._scratches = ScratchPool(skeleton.sizes)
+        self._triton = triton_attention(skeleton, cache, attention_specs, scaling) if triton else None
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether passes over few tokens read the KV length on the device, so that a captured one serves any length."""
+        return self._triton is not None
 
     def forward(
         self,
@@ -67,7 +76,7 @@ class EagerRunner:
             if scratch.device != device:
                 scratch, inputs_by_spec = (
                     self._scratches.moved(scratch, device),
-                    [to_device(inputs, device) for inputs in inputs_by_spec],
+                    [_on(inputs, device) for inputs in inputs_by_spec],
                 )
             if attention is not None:
                 self._attention(attention, index, scratch, inputs_by_spec[attention.attention_spec])
@@ -93,7 +102,7 @@ class EagerRunner:
         if part == "mlp":
             block.mlp.run(scratch)
         else:
-            inputs = to_device(self._attention_inputs(pass_inputs)[block.attention.attention_spec], block.device)
+            inputs = _on(self._attention_inputs(pass_inputs)[block.attention.attention_spec], block.device)
             self._attention(block.attention, index, scratch, inputs)
         return (scratch.stream - x).view(pass_inputs.batch, pass_inputs.n, -1)
 
@@ -104,22 +113,35 @@ class EagerRunner:
         attention, mlp = block.running(attention=True, mlp=True)
         assert attention is not None
         assert mlp is not None
-        inputs = to_device(self._attention_inputs(pass_inputs)[attention.attention_spec], block.device)
+        inputs = _on(self._attention_inputs(pass_inputs)[attention.attention_spec], block.device)
         self._attention(attention, index, scratch, inputs)
         mlp.run(scratch)
         return scratch.copy_stream()
 
-    def _attention_inputs(self, pass_inputs: PassInputs) -> list[AttentionInputs]:
+    def _attention_inputs(self, pass_inputs: PassInputs) -> Sequence[AttentionInputs | TritonInputs]:
         """Return the attention inputs of a pass for each attention spec of the model."""
+        if self._triton is not None and (inputs := self._triton.inputs(pass_inputs)) is not None:
+            return inputs
         narrow = self._direct and pass_inputs.batch * pass_inputs.n <= _NARROW
         return [
             build_attention_inputs(*attention_spec, self.cache, self._masks, pass_inputs, narrow=narrow)
             for attention_spec in self._attention_specs
         ]
 
-    def _attention(self, attention: Attention, index: int, scratch: Scratch, inputs: AttentionInputs) -> None:
+    def _attention(
+        self, attention: Attention, index: int, scratch: Scratch, inputs: AttentionInputs | TritonInputs
+    ) -> None:
         """Write a layer's keys and values to the cache, and add its attention output to the residual stream."""
         attention.qkv(attention.norm(scratch.stream, scratch.stream_with_eps, scratch.normed), scratch.qkv)
+        if isinstance(inputs, TritonInputs):
+            assert self._triton is not None
+            self._triton.run(index, scratch, inputs)
+        else:
+            self._attend(attention, index, scratch, inputs)
+        attention.add(scratch.stream, scratch.attention_out)
+
+    def _attend(self, attention: Attention, index: int, scratch: Scratch, inputs: AttentionInputs) -> None:
+        """Write a layer's keys and values to the cache, and its attention output to `scratch.attention_out`."""
         if isinstance(inputs.rotation, Tensor):
             if scratch.single_row is not None:
                 torch.mm(scratch.single_row[0], inputs.rotation, out=scratch.single_row[1])
@@ -161,4 +183,8 @@ class EagerRunner:
             )
         if out is not scratch.out:
             scratch.store_attention(out)
-        attention.add(scratch.stream, scratch.attention_out)
+
+
+def _on(inputs: AttentionInputs | TritonInputs, device: torch.device) -> AttentionInputs | TritonInputs:
+    """Return attention inputs on `device`; those of Triton kernels are on a model's only device."""
+    return inputs if isinstance(inputs, TritonInputs) else to_device(inputs, device)

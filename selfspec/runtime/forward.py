@@ -18,24 +18,30 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block
 from selfspec.models.low_precision import Kernel
 from selfspec.models.skeleton import read_skeleton
+from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.cache_factory import cache_of
 from selfspec.runtime.compiled_path import CompiledPath, Paths
 from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
 from selfspec.runtime.eager_runner import EagerRunner
+from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
 from selfspec.runtime.paged import BlockTables, PagedCache
 from selfspec.runtime.rotary import rotary_tables
 from selfspec.runtime.turn_lock import TurnLock
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
+from selfspec.types.limits import WIDEST_DRAFT
 
 _OF_CACHE = ("cache", "_native", "_eager", "_graphs")  # attributes replaced together with the cache
+WARM_ROWS = 9  # rows of a verification pass up to which passes are captured before a text's rounds
 _GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar length share one allocation
+_CAPTURED = 2**30  # bytes of a cache that captured passes read: all of the context if it needs no more, else this much
 
 
 class Runtime:
@@ -77,6 +83,7 @@ class Runtime:
         self._rotary_scale = self.skeleton.scaling**0.5 if exact else 1.0
         self._scaling = 1.0 if exact else self.skeleton.scaling
         self._direct = exact and self.device.type == "cpu"
+        self._triton = triton_enabled(self.device)  # as for the products and norms of the skeleton
         self._paths = Paths(self.skeleton, self._scaling)
         self.register_trained, self.unregister_trained, self.part_bytes = (
             self._paths.register_trained,
@@ -155,6 +162,21 @@ class Runtime:
         if saved is not None:
             self._static_cache.copy_from(saved["cache"])
 
+    def _rounded_up(self, slots: int) -> int:
+        """Return the slots per row to allocate for a request of `slots` slots.
+
+        A cache that grows drops all captured passes. If passes are captured, the cache is therefore allocated for the
+        whole context, or for `_CAPTURED` bytes if the context needs more; a larger request is doubled.
+        """
+        slots = -(-slots // _GROWTH) * _GROWTH
+        if self._recorder is None or not slots:
+            return slots
+        longest = -(-(self.skeleton.context + WIDEST_DRAFT) // _GROWTH) * _GROWTH
+        sizes = self.skeleton.sizes
+        slot_bytes = 2 * self.layers * self.rows * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
+        allowed = _CAPTURED // slot_bytes // _GROWTH * _GROWTH
+        return max(slots, min(longest, allowed if slots <= allowed else 2 * slots))
+
     @property
     def _eager_runner(self) -> EagerRunner:
         """The runner of eager passes. Raises `SelfspecError` if the cache is paged."""
@@ -174,7 +196,7 @@ class Runtime:
     def _allocate(self, slots: int) -> None:
         for name in _OF_CACHE:  # drop the old cache before the new one is allocated
             vars(self).pop(name, None)
-        slots = -(-slots // _GROWTH) * _GROWTH
+        slots = self._rounded_up(slots)
         options = {"keys_transposed": self._keys_transposed, "track_positions": self._min_window is not None}
         self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **options)
         positions = min(self.cache.slots, self.skeleton.context)
@@ -187,7 +209,13 @@ class Runtime:
         self._eager = self._graphs = None
         if isinstance(self.cache, Cache):
             self._eager = EagerRunner(
-                self.skeleton, self.cache, attention_specs, self._masks, scaling=self._scaling, direct=self._direct
+                self.skeleton,
+                self.cache,
+                attention_specs,
+                self._masks,
+                scaling=self._scaling,
+                direct=self._direct,
+                triton=self._triton,
             )
             if self._recorder is not None:
                 self._graphs = Graphs(self._eager, self._recorder, self._uncapturable, positions)
@@ -235,7 +263,10 @@ class Runtime:
             step = self._graphs.forward(compiled, tokens, pass_inputs, logits=logits, hidden=hidden)
             if step is not None:
                 return step
-        return self._eager_runner.forward(compiled, tokens, pass_inputs, logits=logits, hidden=hidden, between=between)
+        with fused_backends(self.device):
+            return self._eager_runner.forward(
+                compiled, tokens, pass_inputs, logits=logits, hidden=hidden, between=between
+            )
 
     @torch.inference_mode()
     def forward_drafts(
@@ -267,6 +298,22 @@ class Runtime:
         if len(placed) == 1:
             return [step]
         return [step.part(row, 1 + len(placement.draft)) for row, placement in zip(batch_rows, placed, strict=True)]
+
+    def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
+        """Capture what the rounds of a sequence will run, if passes are captured and this has not been done.
+
+        These are draft steps along `path`, and verification passes over up to `WARM_ROWS` tokens that return the hidden
+        states of the layers `hidden`. Call within a session, before any round is timed: the sequence in cache row `row`
+        has `start` committed slots, and the slots after them are overwritten.
+        """
+        end = start + WARM_ROWS
+        graphs = self._graphs if self.rows == 1 and not self._has_hooks else None
+        if graphs is None or end > self.cache.slots or not graphs.first_use(path, end):
+            return
+        for compiled, widths in ((self._full, range(1, WARM_ROWS + 1)), (path, (1,))):
+            for n in widths:
+                placed = PlacedDraft(row, 0, start, Draft.chain([0] * (n - 1)))
+                self.forward_drafts([placed], path=compiled, hidden=hidden)
 
     def compile(self, path: DraftPath) -> CompiledPath:
         """Compile a draft path for `forward`; the same path is compiled only once while it is in use.
@@ -302,7 +349,8 @@ class Runtime:
         self.cache.written(rows, slots)
         if self._min_window is not None and part == "attention":
             self._hides(positions, slots, n, rows)
-        return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
+        with fused_backends(self.device):
+            return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
 
     @torch.inference_mode()
     def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
@@ -313,7 +361,8 @@ class Runtime:
         self.cache.written(ALL_ROWS, 0)
         if self._min_window is not None:
             self._hides(0, 0, x.shape[1], ALL_ROWS)
-        return self._eager_runner.run_layer(index, block, x, PassInputs(1, x.shape[1], 0, 0, None, ALL_ROWS))
+        with fused_backends(self.device):
+            return self._eager_runner.run_layer(index, block, x, PassInputs(1, x.shape[1], 0, 0, None, ALL_ROWS))
 
     def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
         """Record the positions of a pass's tokens; return whether a sliding window may hide any slot from a token."""

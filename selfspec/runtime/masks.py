@@ -8,11 +8,17 @@ from torch import Tensor
 
 from selfspec.models.sizes import Sizes
 
+_ALIGNED = 8  # slots: CUDA's fused attention copies a mask whose rows do not start at multiples
+
 
 class Masks:
-    """Masks of one model on one device, in its dtype: 0 where a slot is visible, -inf where it is hidden."""
+    """Masks of one model on one device, in its dtype: 0 where a slot is visible, -inf where it is hidden.
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    The rows of a mask start at multiples of `aligned` slots (None: of 8 on CUDA, of 1 elsewhere).
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device, *, aligned: int | None = None) -> None:
+        self._aligned = aligned or (_ALIGNED if device.type == "cuda" else 1)
         self._kv_heads, self._group = sizes.kv_heads, sizes.heads // sizes.kv_heads
         self._dtype, self._device = sizes.dtype, device
         self._later = self._triangle(64)
@@ -26,19 +32,21 @@ class Masks:
         With `window`, each token attends to only the last `window` slots, which include its own slot.
         """
         later = self._later if n <= len(self._later) else self._triangle(n)
-        mask = F.pad(later[:n, :n], (end - n, 0))
+        mask = F.pad(later[:n, :n], (end - n, -end % self._aligned))[:, :end]
         if window is None or end <= window:
             return mask
-        return mask + torch.full_like(mask, -torch.inf).tril(end - n - window)
+        return mask.add_(torch.full_like(mask, -torch.inf).tril(end - n - window))
 
     def additive(self, mask: Tensor) -> Tensor:
         """Convert a boolean mask `[B, n, S]` (true: visible) to an additive mask `[B * H_kv, 1, n, S]`.
 
         If B is 1, the additive mask is `[1, 1, n, S]`.
         """
-        zeros = torch.zeros(mask.shape, dtype=self._dtype, device=self._device)
-        additive = zeros.masked_fill_(mask.logical_not(), -torch.inf)
-        return (additive if len(mask) == 1 else additive.repeat_interleave(self._kv_heads, dim=0)).unsqueeze(1)
+        batch, n, slots = mask.shape
+        repeats = 1 if batch == 1 else self._kv_heads
+        padded = (batch, repeats, n, -(-slots // self._aligned) * self._aligned)
+        additive = torch.zeros(padded, dtype=self._dtype, device=self._device)[..., :slots]
+        return additive.masked_fill_(mask.logical_not().unsqueeze(1), -torch.inf).flatten(0, 1).unsqueeze(1)
 
     def grouped(self, additive: Tensor) -> Tensor:
         """Repeat a mask from `chain` or `additive` for the G query heads of a KV head: `[1 or B * H_kv, G * n, S]`."""

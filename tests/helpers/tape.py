@@ -13,11 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selfspec.runtime.cuda_graphs import Replay
+from selfspec.runtime.cuda_graphs import Replay, check_capturable
 from selfspec.speculation.forward_output import ForwardOutput
-
-# What a host would wait for: values that are read, results whose size depends on values, numbers brought from the host.
-_READS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal", "lift_fresh", "lift_fresh_copy"}
 
 
 class Tape:
@@ -67,9 +64,8 @@ class _Recording(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _READS:
-            raise RuntimeError(f"{func} moves values between host and device, which no recording can")
         out = func(*args, **(kwargs or {}))
+        check_capturable(func, args, out)
         self.calls.append((func, args, kwargs or {}, out))
         return out
 

@@ -18,6 +18,7 @@ INSTALL = {
     "lm-evaluation-harness": "pip install 'selfspec[lm-eval]'",
     "torchao": "pip install 'selfspec[torchao]'",
     "bitsandbytes": "pip install 'selfspec[bitsandbytes]'",
+    "Triton": "pip install 'selfspec[triton]'",
     "PEFT": "pip install 'selfspec[peft]'",
     "a C++ compiler": "apt-get install g++",
     "an emulated ARM processor": "apt-get install g++-aarch64-linux-gnu qemu-user",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, Into, Onto
 from selfspec.models.norms import LLAMAS, Formula, Norm, Norms
+from selfspec.models.triton_kernels.switch import ROWS
 
 SubLayer = Literal["attention", "mlp"]
 
@@ -106,7 +107,8 @@ class Mlp(Protocol):
 class GatedMlp:
     """The MLP down(act(gate(x)) * up(x)) of the normalised residual stream x; `act` may overwrite its input.
 
-    `plain` are the linears if `act` is SiLU, else None.
+    `plain` are the linears if `act` is SiLU, else None. `gated`, if not None, computes act(gate(x)) * up(x) at once for
+    up to `ROWS` rows.
     """
 
     norm: Norm
@@ -114,10 +116,16 @@ class GatedMlp:
     act: Call
     down: Onto
     plain: Plain | None = None
+    gated: Into | None = None
 
     def run(self, work: Workspace) -> None:
         """Add the MLP's output to the residual stream."""
-        self.gate_up(self.norm(work.stream, work.stream_with_eps, work.normed), work.gate_up)
+        x = self.norm(work.stream, work.stream_with_eps, work.normed)
+        if self.gated is not None and len(x) <= ROWS:
+            self.gated(x, work.activated)
+            self.down(work.stream, work.activated)
+            return
+        self.gate_up(x, work.gate_up)
         self.down(work.stream, torch.mul(self.act(work.gate), work.up, out=work.activated))
 
 

@@ -19,7 +19,17 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Attention, AttentionSpec, Block, GatedMlp, Layer, Mlp, Parts, Rope, Rotary
 from selfspec.models.families.common import windows_of
-from selfspec.models.linears import Call, Group, embedding, is_plain, linear, linear_onto, linear_over, side_by_side
+from selfspec.models.linears import (
+    Call,
+    Group,
+    embedding,
+    gated,
+    is_plain,
+    linear_onto,
+    linear_over,
+    logits_linear,
+    side_by_side,
+)
 from selfspec.models.norms import LLAMAS, Formula, Norms
 
 
@@ -108,6 +118,7 @@ class Llama:
             act=act,
             down=linear_onto(down.module),
             plain=(gate_up.modules, down.modules) if silu else None,
+            gated=gated(gate_up.modules) if silu else None,
         )
 
     def embed(self, parts: Parts) -> Call:
@@ -117,7 +128,7 @@ class Llama:
 
     def head(self, parts: Parts) -> Call:
         """Return the head, including the family's map to logits."""
-        return _then(linear(parts.head.module), parts.logits)
+        return _then(logits_linear(parts.head.module), parts.logits)
 
     def head_over(self, parts: Parts, tokens: Sequence[int]) -> Call | None:
         """Return a head that computes only the logits of `tokens`; None if the head's weight cannot be read."""

@@ -58,6 +58,7 @@ PARTS = (
     Part("exact", 105, 1),  # float64 texts against transformers', audits below
     Part("products", 60, 1),  # GB/s of each product at the shapes of Llama 3 8B
     Part("llama", 100, 1),  # passes and rounds of Llama 3 8B with random weights
+    Part("triton_kernels", 60, 2),  # the Triton kernels: values, bits, products, passes
     Part("widened", 170, 2),  # texts with real acceptance at 1B and 7B
     Part("batches", 90, 2),  # 1, 8 and 32 sequences together
     Part("traces", 50, 2),  # a profiler's trace of a few rounds
@@ -161,6 +162,8 @@ def drive(parts: Sequence[Part], given: argparse.Namespace) -> int:
                 continue
             seconds = min(part.seconds * (10 if given.rehearse else 1), left)  # a CPU may be slow, or busy
             own = {name: value for name, value in env.items() if part.name != "attention" or "SDPA" not in name}
+            if part.name == "triton_kernels":
+                own |= {"SELFSPEC_TRITON": "1", **({"TRITON_INTERPRET": "1"} if given.rehearse else {})}
             failed += not run_part(part, lines=lines, log=log, env=own, seconds=seconds, options=options)
     print(f"{time.monotonic() - begun:.0f} s in all\n\n{table(read(lines))}", flush=True)
     return failed

@@ -14,8 +14,10 @@ from selfspec.measure.extra_memory import extra_drafter_bytes
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
+from selfspec.models.families import parts_of
 from selfspec.models.half_storage import HalfLinear
 from selfspec.models.layout import apply_layout_
+from selfspec.models.linears import joined_tensor
 from selfspec.profile.draft_spec import LayerSkipSpec, parse_draft
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import write_profile
@@ -274,3 +276,12 @@ def test_the_copy_for_transformers_shares_the_heads_weight_and_keeps_it_whatever
     assert not mine.is_contiguous()
     assert theirs.is_contiguous()
     assert torch.equal(mine, theirs)
+
+
+def test_plain_decoding_has_its_weights_joined_as_drafts_have(monkeypatch):
+    """Where layouts are not timed, as on a GPU; else a speedup would be over slower products."""
+    monkeypatch.setattr("selfspec.measure.model_copies.layout_times", lambda model: {})
+    copies = load_model_copies("builtin", ["plain", "skip"], device="cpu", dtype="float32")
+    assert copies.plain is copies.skip
+    for group in parts_of(copies.plain.model).groups():
+        assert joined_tensor([module.weight for module in group.modules]) is not None

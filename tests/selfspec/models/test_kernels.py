@@ -17,11 +17,21 @@ from layouts import needs_native
 from lowering import kernels
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.basics.files import cache_folder
 from selfspec.models import kernels as chosen
 from selfspec.models import native_library
-from selfspec.models.kernels import COARSER, KERNELS, ON_CUDA, float8, int4_weight_only_cuda, kernel_for, kernel_times
+from selfspec.models.kernels import (
+    COARSER,
+    KERNELS,
+    ON_CUDA,
+    float8,
+    int4_weight_only_cuda,
+    int8_weight_only,
+    kernel_for,
+    kernel_times,
+)
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import QuantizedWeight, bytes_of, fake, quantize, quantize_group
 
@@ -218,7 +228,28 @@ def test_shapes_of_products_in_4_bits_on_cuda(into, out):
             QuantizedWeight(4, *map(there.from_tensor, (held.values, held.scale, held.zero))), torch.bfloat16
         )
         for rows in (1, 3, 40):
-            assert product(torch.empty(rows, into, dtype=torch.float16)).shape == (rows, out)
+            with Operations() as done:
+                assert product(torch.empty(rows, into, dtype=torch.float16)).shape == (rows, out)
+            assert "_weight_int4pack_mm" in done.names
+            assert not {"mm", "eye"} & done.names  # the weight is not held once more in bfloat16
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_cuda_the_kernels_are_compared_with_bfloat16_and_torchs_slow_one_is_not_among_them():
+    for bits in (8, 4):
+        assert ON_CUDA[bits]["fake"] is fake
+    assert int8_weight_only not in ON_CUDA[8].values()
 
 
 def scales_rows_on_cpu() -> bool:
@@ -247,6 +278,9 @@ def test_products_in_float8(dtype, out, into):
         assert float(errors.mean()) < 0.05
     assert torch.equal(product(x[:3])[1], product(torch.stack([-x[0], x[1], 2 * x[2]]))[1])
     assert torch.equal(product(torch.zeros(2, into, dtype=dtype)).float(), torch.zeros(2, out))
+    with Operations() as done:
+        product(x)
+    assert ("constant_pad_nd" in done.names) == (into % 16 > 0)  # rows are copied for padding alone
 
 
 @pytest.mark.gpu

@@ -10,7 +10,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from selfspec.models.layout import join_all_
-from selfspec.models.linears import Group, linear, linear_onto, linear_over, side_by_side
+from selfspec.models.linears import (
+    Group,
+    SparseOutputs,
+    _float32_product,
+    linear,
+    linear_onto,
+    linear_over,
+    logits_linear,
+    side_by_side,
+)
 from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.runtime.forward import Runtime
 
@@ -172,3 +181,24 @@ def test_a_linear_over_some_outputs(bias, packed):
 
 def test_a_linear_whose_weight_is_not_at_hand_has_no_parts():
     assert linear_over(nn.Sequential(nn.Linear(2, 2)), [0]) is None
+
+
+def test_logits_on_cuda_are_float32_from_weights_in_half_precision():
+    """By torch's own check of shapes and dtypes, as no CPU has this product."""
+
+    class OnCuda:
+        device, dtype = torch.device("cuda", 0), torch.bfloat16
+
+        def t(self):
+            return torch.empty(32, 9, dtype=self.dtype, device="meta")
+
+    product = _float32_product(OnCuda())
+    assert product is not None
+    logits = product(torch.empty(3, 32, dtype=torch.bfloat16, device="meta"))
+    assert (logits.dtype, logits.shape) == (torch.float32, (3, 9))
+    OnCuda.dtype = torch.float32
+    assert _float32_product(OnCuda()) is None
+    module = nn.Linear(32, 9, bias=False, dtype=torch.bfloat16)
+    assert logits_linear(module)(X.bfloat16()).dtype == torch.bfloat16  # on a CPU
+    over = SparseOutputs(lambda x: x[:, :2].float(), torch.tensor([3, 1]), 5)
+    assert over(X.bfloat16()).dtype == torch.float32

@@ -5,23 +5,28 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
+from fake_cuda import fake_cuda as fake_cuda
 from families import FAMILY_CONFIGS
 from heads import random_head
 from models import CONFIGS, chunked, plain, run, small, tiny, tokens_for
 from natives import random_tree
 from tape import Tape
 
+from selfspec.basics.clock import clock
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.head_drafter import HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.runtime.cuda_graphs import ROWS, CudaRecorder, recorder_for, rounded_up
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import WARM_ROWS, Runtime
 from selfspec.speculation.drafts import Draft
+from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft
@@ -59,7 +64,7 @@ def test_recorded_passes_give_what_others_give(config):
     tokens, tape = tokens_for(model, n=sum(widths)), Tape()
     ours = chunked(Runtime(model, recorder=tape), tokens, widths)
     torch.testing.assert_close(ours, chunked(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
-    assert (tape.recorded, tape.replayed) == (4, 4 * 7)  # the first of each width is not recorded
+    assert (tape.recorded, tape.replayed) == (5, 1 + 4 * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -71,7 +76,7 @@ def test_recorded_passes_with_fused_attention(dtype):
     if dtype == torch.bfloat16:
         assert Runtime(model).native is False  # its sizes are no multiples of a vector's
     ours, theirs = (chunked(one, tokens, widths).double() for one in (Runtime(model, recorder=tape), Runtime(model)))
-    assert tape.replayed == 8
+    assert tape.replayed == 1 + 4 * 3
     assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
 
 
@@ -149,23 +154,101 @@ def test_what_a_pass_gave_stays():
         assert torch.equal(step.hidden[1], stream)
 
 
-def test_longer_texts_record_anew():
-    """The cache grows with them; and what is seen is rounded up, so that a text of 600 takes three recordings."""
+def test_longer_texts_record_nothing_anew():
+    """The cache has slots for the whole context at once, and what is seen is rounded up to 1,024 slots."""
     model, tape = small(VOCABULARY, seed=2), Tape()
-    model.config.max_position_embeddings = 1024
+    model.config.max_position_embeddings = 900
     runtime, others = Runtime(model, recorder=tape), Runtime(model)
-    for room, recorded in ((20, 1), (600, 4), (20, 4)):
+    for room in (20, 600, 20):
         assert plain(runtime, [1, 2], room) == plain(others, [1, 2], room)
-        assert tape.recorded == recorded
+        assert tape.recorded == 1
+
+
+@pytest.mark.parametrize(("asked", "slots"), [(0, 0), (20, 512), (512, 512), (513, 1536), (1000, 2048), (9000, 4352)])
+def test_a_cache_is_sized_once_where_passes_are_recorded(monkeypatch, asked, slots):
+    """Within the memory for it, else doubled; elsewhere it grows with the texts."""
+    model = small(VOCABULARY, seed=2)
+    model.config.max_position_embeddings = 4200
+    runtime = Runtime(model, recorder=Tape())
+    slot_bytes = 2 * sum(t.nbytes for t in Runtime(model, recorder=Tape()).cache.keys) // 16  # 16 spare slots
+    monkeypatch.setattr("selfspec.runtime.forward._CAPTURED", 600 * slot_bytes)
+    assert runtime._rounded_up(asked) == max(slots, -(-asked // 256) * 256)
+    assert Runtime(model)._rounded_up(asked) == -(-asked // 256) * 256
 
 
 @pytest.mark.parametrize("slots", [1, 255, 256, 257, 1024, 1025, 1300, 4096, 4097, 100_000])
 def test_rounding_up(slots):
     found = rounded_up(slots)
     assert slots <= found
-    assert found % 256 == 0
-    assert found <= max(256, slots * 1.26) or found - slots < 256
+    assert found % 1024 == 0
+    assert found <= max(1024, slots * 1.26) or found - slots < 1024
     assert rounded_up(found) == found
+
+
+def test_what_is_recorded_is_not_charged_to_drafts(monkeypatch):
+    """The clock that times rounds stands still."""
+    now = [0.0]
+    monkeypatch.setattr("selfspec.basics.clock.time.perf_counter", lambda: now[0])
+
+    class Slow(Tape):
+        def record(self, body, pool):
+            now[0] += 5
+            return super().record(body, pool)
+
+    tape, begun = Slow(), clock()
+    runtime = Runtime(small(VOCABULARY), recorder=tape)
+    with runtime.session(20):
+        for position in range(2):
+            runtime.forward(torch.tensor([[1]]), position)
+    assert (tape.recorded, tape.replayed) == (1, 2)
+    assert (now[0], clock() - begun) == (5.0, 0.0)
+
+
+def test_what_rounds_run_is_recorded_before_the_first_one():
+    """Draft steps, and verification of up to nine rows; the text is what it was, and a second one records nothing."""
+    model, tape = small(VOCABULARY, seed=2), Tape()
+    runtime = Runtime(model, recorder=tape)
+    drafter = LayerSkipDrafter(runtime, SKIP, FixedK(4))
+    with Engine(runtime, drafter) as engine:
+        engine.join(SequenceState([1, 4, 2, 9], 24, Sampler(), frozenset()))
+        assert tape.recorded == WARM_ROWS + 1
+        while engine.running:
+            engine.step()
+    assert run(runtime, drafter, [1, 4, 2, 9], 24)[0] == plain(Runtime(model), [1, 4, 2, 9], 24)
+    assert tape.recorded == WARM_ROWS + 1
+
+
+def test_cuda_graphs_are_captured_on_one_side_stream(fake_cuda):
+    recorder, x = CudaRecorder(torch.device("cuda", 0)), torch.ones(3)
+    for _ in range(3):
+        step, replay = recorder.record(lambda: ForwardOutput(x + 1, {}), recorder.pool())
+        replay()
+        assert torch.equal(step.logits, x + 1)
+    (side,) = fake_cuda.streams
+    assert fake_cuda.captures == [(side, "pool")] * 3
+    assert fake_cuda.replays == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x + torch.tensor(1.0),
+        lambda x: x.to("meta"),
+        lambda x: torch.empty(3, device="meta").copy_(x),
+    ],
+    ids=["item", "nonzero", "a number", "a copy", "into another device"],
+)
+def test_what_reads_values_is_refused_before_anything_is_captured(fake_cuda, body):
+    recorder, x = CudaRecorder(torch.device("cuda", 0)), torch.ones(3)
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        recorder.record(lambda: body(x), recorder.pool())
+    assert not fake_cuda.captures
+    assert torch.cuda.current_stream() is before
+    recorder.record(lambda: ForwardOutput(x * 2, {}), recorder.pool())
+    assert len(fake_cuda.captures) == 1
 
 
 def test_wide_passes_are_not_recorded():
@@ -294,3 +377,28 @@ def test_cuda_graphs_are_near_what_others_give(dtype, monkeypatch):
     monkeypatch.setenv("SELFSPEC_GRAPHS", "0")
     theirs = chunked(Runtime(model), tokens, widths).double()
     assert float((ours - theirs).norm()) < (1e-4 if dtype == torch.float32 else 0.02) * float(theirs.norm())
+
+
+_REFUSAL = """
+import torch
+from selfspec.runtime.cuda_graphs import CudaRecorder
+device = torch.device("cuda", 0)
+recorder, x = CudaRecorder(device), torch.ones(8, device=device)
+try:
+    recorder.record(lambda: x[0].item(), recorder.pool())
+except RuntimeError as error:
+    assert "cannot be captured" in str(error), error
+else:
+    raise AssertionError("it was captured")
+assert bool(torch.rand(8, device=device).isfinite().all())
+step, replay = recorder.record(lambda: x + 1, recorder.pool())
+replay()
+assert step.tolist() == [2.0] * 8
+"""
+
+
+@pytest.mark.gpu
+def test_a_refused_capture_leaves_the_device_usable():
+    """In a process of its own: one that is not would fail all other tests."""
+    done = subprocess.run([sys.executable, "-c", _REFUSAL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ for rows in (1, 2) if part.toy else (1, 8, 32):
             "by load": Ours(llm, rows, options, adaptive=True, make=drafts),
         }
         speeds, texts = {name: [] for name in runs}, {}
-        for _ in range(3):  # a shape is recorded when it comes for the second time, so the third counts
+        for _ in range(3):  # a shape is recorded when it first occurs, so the third counts
             for name, run in runs.items():
                 texts[name], seconds, *_ = run(prompts)
                 speeds[name].append(sum(map(len, texts[name])) / seconds)

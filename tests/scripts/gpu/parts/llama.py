@@ -65,7 +65,7 @@ def measure(name: str, runtime: Runtime, rows: int, context: int, kind: str) -> 
         def call() -> object:
             return runtime.forward(tokens, context, path=path)
 
-        for _ in range(3):  # a shape is recorded when it comes for the second time
+        for _ in range(3):  # a shape is recorded when it first occurs
             call()
         seconds, host = queued(call, device, repeats=repeats)
         weights = {"plain": read, "skip": read - skipped}.get(name) or runtime.extra_bytes(own[name])

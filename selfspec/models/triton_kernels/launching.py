@@ -1,0 +1,23 @@
+"""What all kernels share: dtypes of products, and how large blocks are."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_ROWS = 16  # rows of a program, padded: the fewest that tensor cores multiply, so that all widths run the same way
+ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def compute_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype of products' operands for rows of `dtype`.
+
+    Triton's interpreter cannot multiply bfloat16: it multiplies the same values in float32.
+    """
+    return tl.float32 if triton.knobs.runtime.interpret else ROUNDED[dtype]
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """Return the smallest power of two that is at least `n` and `least`."""
+    return max(triton.next_power_of_2(n), least)
