@@ -29,6 +29,7 @@ from selfspec import builtin
 from selfspec.basics.control_characters import as_signs
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import json_line
+from selfspec.basics.machine import process_peak
 from selfspec.cli.options import DraftingOptions
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.models.loading import check_at_hand
@@ -206,6 +207,11 @@ _FINISH: dict[Finish | None, str] = {
 def held_note(held: str | None) -> str:
     """Return a note, after a semicolon, in which dtype of 16 bits weights are held (`LLM.held`); "" if None."""
     return "" if held is None else f"; weights held in {held}, exactly"
+
+
+def peak_note() -> str:
+    """Return a note, after a semicolon, of this process's peak memory so far; "" if the system does not report it."""
+    return "" if (peak := process_peak()) is None else f"; peak memory {size(peak)}"
 
 
 def stats_line(stats: Stats) -> str:

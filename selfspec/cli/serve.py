@@ -10,7 +10,16 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.common import checked_profile, held_note, model_for, quiet, search_hint, set_threads, stderr
+from selfspec.cli.common import (
+    checked_profile,
+    held_note,
+    model_for,
+    peak_note,
+    quiet,
+    search_hint,
+    set_threads,
+    stderr,
+)
 from selfspec.cli.devices import SharedDeviceOptions
 from selfspec.cli.serve_options import ServeCommand
 from selfspec.profile.schema import Profile
@@ -91,7 +100,7 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
     settings = _settings(command, llms[0].name, sock.getsockname()[0])
     many = f"{len(workers)} replicas of {limits.rows} sequences" if len(workers) > 1 else f"{limits.rows} sequences"
     with Service(llms[0], pool, settings) as service:
-        line = f"serving {settings.names[0]} at {url(sock)} ({many}){held_note(llms[0].held)}"
+        line = f"serving {settings.names[0]} at {url(sock)} ({many}){held_note(llms[0].held)}{peak_note()}"
         serve(service, sock, ready=lambda: stderr().print(line, markup=False, soft_wrap=True))
 
 

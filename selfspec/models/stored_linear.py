@@ -89,13 +89,16 @@ class StoredLinear(PartLinear):
 
 
 class StoredEmbedding(nn.Module):
-    """Replacement of an embedding whose weight stays as it is stored; the head may share it."""
+    """Replacement of an embedding whose weight stays as it is stored; the head may share it.
+
+    `scale` multiplies what it returns, as in an embedding of Gemma 3; None: 1.
+    """
 
     dtype: ClassVar[torch.dtype] = torch.float32
 
-    def __init__(self, blocks: StoredWeight) -> None:
+    def __init__(self, blocks: StoredWeight, scale: Tensor | None = None) -> None:
         super().__init__()
-        self.blocks = blocks
+        self.blocks, self._scale = blocks, scale
         self.num_embeddings, self.embedding_dim = blocks.shape
 
     @property
@@ -105,7 +108,8 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[.., n, D]` of token ids `[.., n]`."""
-        return self.blocks.rows(ids.flatten()).weight().view(*ids.shape, self.embedding_dim)
+        rows = self.blocks.rows(ids.flatten()).weight().view(*ids.shape, self.embedding_dim)
+        return rows if self._scale is None else rows.mul_(self._scale)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight

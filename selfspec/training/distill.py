@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +20,6 @@ from selfspec.basics.files import disk_errors
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.models.families import parts_of
-from selfspec.models.gguf import quietly
 from selfspec.models.loading import load_model
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.model_spec import ModelSpec
@@ -147,7 +149,7 @@ def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
     made = None
     try:
         made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-        with quietly(), disk_errors():
+        with _quietly(), disk_errors():
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,3 +184,13 @@ def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, P
     )
     write_profile(Profile(model=llm.identity, draft=spec), out / "distill.yaml")
     return folder, out / "distill.yaml"
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress stderr, and so progress bars, unless it is a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,7 +16,6 @@ from gguf_files import TEMPLATE, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, LINEAR, SIZES, YARN, plain, tiny
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import selfspec
@@ -147,7 +147,7 @@ def test_a_first_load_that_breaks_off_leaves_nothing_that_is_taken_for_a_copy(tm
     model = model_of(config_of("llama"))
     path = write_gguf(tmp_path / "m.gguf", model)
     with monkeypatch.context() as broken:
-        broken.setattr(type(model), "save_pretrained", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken.setattr(gguf, "_write_safetensors", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             load_model(str(path), dtype="float32")
     assert not [*(tmp_path / "cache").rglob(".*")]
@@ -233,7 +233,8 @@ REFUSED = {
     ),
     "rope's type is a number": ({"llama.rope.scaling.type": 7}, "rope scaling 7 is not supported"),
     "experts": ({"llama.expert_count": 4}, "a mixture of experts"),
-    "split": ({"split.count": 3}, "one of 3 parts of a split model; join them first"),
+    "split": ({"split.count": 3}, "one of 3 files of a split model; expected a name that ends in -00001-of-00003.gguf"),
+    "split into a text": ({"split.count": "x"}, "one of 'x' files of a split model; expected a name"),
     "rope": ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
 }
 
@@ -253,6 +254,46 @@ def test_unknown_frequencies_are_refused(freqs, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), freqs=freqs)
     with pytest.raises(SelfspecError, match="unknown rope frequencies"):
         check_gguf(path)
+
+
+def test_a_split_model_is_read_from_all_its_files(tmp_path):
+    model = model_of(config_of("llama"))
+    first = write_gguf(tmp_path / "m.gguf", model, files=3)
+    assert first.name == "m-00001-of-00003.gguf"
+    for path in (first, first.with_name("m-00002-of-00003.gguf")):
+        for dtype in ("float32", "file"):
+            loaded, _ = load_model(str(path), dtype=dtype)
+            torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+    other = tiny(config_of("llama"), dtype=torch.float32, seed=1)
+    write_gguf(tmp_path / "m.gguf", other, files=3)
+    os.utime(first.with_name("m-00003-of-00003.gguf"), ns=(1, 1))
+    torch.testing.assert_close(logits(load_model(str(first), dtype="float32")[0]), logits(other), atol=1e-4, rtol=1e-4)
+
+
+def test_a_file_of_a_split_model_that_is_missing_or_another_models_is_told(tmp_path):
+    first = write_gguf(tmp_path / "m.gguf", model_of(config_of("llama")), files=3)
+    second = first.with_name("m-00002-of-00003.gguf")
+    second.write_bytes(first.with_name("m-00003-of-00003.gguf").read_bytes())
+    with pytest.raises(SelfspecError, match=r"m-00002-of-00003.gguf: not file 2 of 3 of m-00001-of-00003.gguf"):
+        check_model_name(str(first))
+    second.unlink()
+    with pytest.raises(
+        SelfspecError, match=r"one of 3 files of a split model, of which m-00002-of-00003.gguf is missing"
+    ):
+        check_model_name(str(first))
+
+
+def test_rows_that_are_not_whole_blocks_are_told(sound, tmp_path):
+    """As of a type that a broken header names."""
+    whole = bytearray(sound.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    at = whole.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions, and two of them
+    whole[at : at + 4] = struct.pack("<I", 12)
+    (tmp_path / "m.gguf").write_bytes(whole)
+    with pytest.raises(
+        SelfspecError, match="blk.0.attn_q.weight of type Q4_K has rows of 64 weights; expected a multiple"
+    ):
+        check_gguf(tmp_path / "m.gguf")
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
@@ -347,17 +388,17 @@ def test_a_packaged_model_that_is_missing_comes_with_one_command(monkeypatch):
 
 
 def test_a_disk_that_the_weights_fill_is_done_without(tmp_path, monkeypatch, caplog):
-    """They are dequantised at each load; safetensors says that a disk is full by an error of its own."""
+    """They are dequantised at each load."""
     model = model_of(config_of("llama"))
     path = write_gguf(tmp_path / "m.gguf", model)
 
-    def full(*_, **__):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(type(model), "save_pretrained", full)
+    monkeypatch.setattr(gguf, "_write_safetensors", full)
     loaded, _ = load_model(str(path), dtype="float32")
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
-    assert "m.gguf: dequantised weights cannot be cached (No space left on device (os error 28))" in caplog.text
+    assert "m.gguf: dequantised weights cannot be cached (No space left on device)" in caplog.text
     assert not [*(tmp_path / "cache").rglob(".*")]
 
 

@@ -13,6 +13,7 @@ from models import CONFIGS, plain, tiny
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
+from selfspec.models.gguf_blocks import TYPES
 from selfspec.models.gguf_linear import BlockLinear
 from selfspec.models.half_storage import held_dtypes
 from selfspec.models.loading import load_model
@@ -23,7 +24,8 @@ from selfspec.types.skip import SkipSet
 
 TOKENS = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 PROMPT = torch.arange(20, 60)[None]
-KINDS = ("Q4_0", "Q4_1", "Q8_0")
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of the K types
+KINDS = tuple(TYPES)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,9 @@ def cache_of_a_test(monkeypatch, tmp_path):
 
 def file_of(name, kind, tmp_path, **changes):
     config = CONFIGS[name]
-    config = type(config)(**{**config.to_dict(), **TOKENS, "head_dim": 16, "layer_types": None, **changes})
+    wide = WIDE if callable(kind) or kind.endswith("K") else {}
+    entries = {**config.to_dict(), **TOKENS, "head_dim": 16, "layer_types": None, **wide, **changes}
+    config = type(config)(**entries)
     return str(write_gguf(tmp_path / "m.gguf", tiny(config, dtype=torch.float32), kind=kind))
 
 
@@ -57,11 +61,13 @@ def test_it_computes_what_the_dequantised_model_computes(name, kind, tmp_path, m
 
 
 @needs_native
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 5), ("Q8_0", 8.5)])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("Q4_1", 5), ("Q5_0", 6), ("Q8_0", 8.5), ("Q4_K", 4.625), ("Q5_K", 5.625), ("Q6_K", 6.5625)]
+)
 def test_memory_is_the_files_and_passes_are_native(kind, bits, tmp_path):
     path = file_of("llama-mqa-tied", kind, tmp_path)
     llm = selfspec.load(path, dtype="file", profile="none")
-    norms = 4 * 64 * (2 * TOKENS["num_hidden_layers"] + 1)
+    norms = 4 * llm.model.config.hidden_size * (2 * TOKENS["num_hidden_layers"] + 1)
     whole = selfspec.load(path, profile="none")
     assert llm.weight_bytes - norms == (whole.weight_bytes - norms) * bits / 32
     assert llm.runtime.native
@@ -142,14 +148,51 @@ def test_drafts_in_4_bits_of_a_target_in_8_are_plain(tmp_path):
     assert drafted.stats.accepted > 0
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q5_0"])
+def mixed(name):
+    """The types of llama.cpp's Q4_K_M, in which some values and down projections have more bits; and three others."""
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"} if "blk.1" not in name else {"ffn_up": "Q8_0"}
+    of = {"attn_output": "F16", "output.weight": "BF16", **kinds}
+    return next((kind for part, kind in of.items() if part in name), "Q4_K")
+
+
+@needs_native
+def test_a_file_of_several_types_is_kept_whole(tmp_path, caplog):
+    path = file_of("llama", mixed, tmp_path)
+    with caplog.at_level(logging.WARNING, "selfspec"):
+        llm = selfspec.load(path, dtype="file", profile="none")
+    assert "dequantised" not in caplog.text
+    assert llm.runtime.native
+    assert held_dtypes(llm.model) == "bfloat16 and float16"
+    whole, _ = load_model(path, dtype="float32")
+    torch.testing.assert_close(logits(llm.model), logits(whole), atol=1e-3, rtol=1e-3)
+    ids = PROMPT[0].tolist()
+    expected = plain(Runtime(llm.model), ids, 24)
+    drafter = llm.layer_skip(SkipSet(attention={1}, mlp={0}), "fixed:k=3", range(200))
+    assert llm.generate(ids, max_new_tokens=24, drafter=drafter).tokens == expected
+    prompts = [PROMPT[0, n:].tolist() for n in (0, 7, 30)]
+    alone = [llm.generate(prompt, max_new_tokens=16).tokens for prompt in prompts]
+    assert [one.tokens for one in llm.generate_many(prompts, max_new_tokens=16)] == alone
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "MXFP4"])
 def test_other_types_are_dequantised_and_said(kind, tmp_path, caplog):
-    path = file_of("llama", kind, tmp_path)
+    path = file_of("llama", lambda name: kind if "ffn_up" in name else "Q8_0", tmp_path)
     with caplog.at_level(logging.WARNING, "selfspec"):
         kept, _ = load_model(path, dtype="file")
-    assert f"of type {kind}; kept in quantised form: Q4_0, Q4_1, Q8_0" in caplog.text
+    assert f"dequantised to float32: 2 of type {kind}; kept in quantised form: Q8_0, Q4_0" in caplog.text
     whole, _ = load_model(path, dtype="float32")
     torch.testing.assert_close(logits(kept), logits(whole), atol=1e-4, rtol=1e-4)
+
+
+def test_iq_types_are_refused_by_name_and_dequantised(tmp_path):
+    path = file_of("llama", lambda name: "IQ4_NL" if "ffn_up" in name else "Q8_0", tmp_path)
+    with pytest.raises(SelfspecError, match="type IQ4_NL cannot be kept quantised; expected .* --dtype auto") as error:
+        load_model(path, dtype="file")
+    assert "\n" not in str(error.value)
+    loaded, _ = load_model(path, dtype="float32")
+    up = loaded.model.layers[0].mlp.up_proj.weight
+    assert len(up.unique()) == 16
+    assert bool(up.isfinite().all())
 
 
 def test_wrong_wishes_are_one_clear_line(tmp_path):

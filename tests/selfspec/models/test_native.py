@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from amount import examples
+from gguf_weights import blocks_of, multiplied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -26,6 +27,7 @@ from wants import reason
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout, native_library
+from selfspec.models.gguf_blocks import TYPES
 from selfspec.models.half_storage import HALVES, HalfProduct, halved
 from selfspec.models.kernels import kernel_times
 from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
@@ -801,6 +803,10 @@ def test_older_processors_compute_the_same(monkeypatch, anew, processor):
             x = rows_of(kind, rows, into)
             check_near(kind, product, x, weight, bias)
             check_alone(product, x[:ROWS], [0, rows // 2])
+    for kind, of in TYPES.items():
+        for seed, (rows, out, blocks) in enumerate([(1, 1, 1), (3, 9, 2), (8, 40, 3), (16, 17, 1)]):
+            weight, exact = blocks_of(kind, seed, out, of.inputs * blocks)
+            multiplied(weight, exact, torch.randn(out), torch.randn(rows, exact.shape[1]))
     for dtype in HALVES:
         weight, bias, x = torch.randn(37, 83).to(dtype).float(), torch.randn(37), torch.randn(40, 83)
         ours, theirs = HalfProduct(halved([weight], dtype), bias), NativeProduct(weight, bias)

@@ -1,0 +1,246 @@
+"""The configuration of a GGUF file's model, from llama.cpp's keys and from which tensors the file holds.
+
+The reader of `transformers` leaves out RoPE scaling, windows, soft caps, multipliers and more. What a file does not say
+is what llama.cpp has for the architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from selfspec.basics.errors import SelfspecError, short
+from selfspec.models.gguf_header import Header
+from selfspec.models.gguf_rope import number, rope_parameters
+from selfspec.types.limits import MOST_LAYERS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Entries = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A GGUF file's header, and its path for messages."""
+
+    path: Path
+    header: Header
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number of the architecture's keys. Raises `SelfspecError` for anything else."""
+        return number(self.path, self.header, key, default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer of the architecture's keys. Raises `SelfspecError` for anything else."""
+        value = self.number(key, default)
+        if value != int(value):
+            raise SelfspecError(f"{self.path}: {key} {short(value)}; expected an integer above 0")
+        return int(value)
+
+    def has(self, tensor: str) -> bool:
+        """Return whether the file holds a tensor in the first layer."""
+        return f"blk.0.{tensor}" in self.header.tensors
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.integer("block_count")
+
+    @property
+    def head_dim(self) -> int:
+        """The width of an attention head."""
+        width = self.integer("embedding_length") // self.integer("attention.head_count")
+        return self.integer("attention.key_length", width)
+
+    def windows(self, period: int, default: int | None = None) -> Entries:
+        """Return a sliding window, which all but each `period`-th layer has."""
+        kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(self.layers)]
+        return {"sliding_window": self.integer("attention.sliding_window", default), "layer_types": kinds}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of GGUF files: the `model_type` in `transformers`, and how its files differ from Llama's.
+
+    `entries`: further entries of the configuration. `paired`: RoPE rotates neighbours, so the rows of queries and keys
+    are reordered in the file. `norm_plus`: what the file's norm weights exceed those of `transformers` by. `experts`:
+    whether a mixture of experts takes the place of MLPs. `eps`: the key of the norms' epsilon, and its name.
+    """
+
+    model_type: str
+    entries: Callable[[Source], Entries]
+    paired: bool = False
+    norm_plus: float = 0.0
+    experts: bool = False
+    eps: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+
+
+def _llama(source: Source) -> Entries:
+    whole = source.integer("rope.dimension_count", source.head_dim) == source.head_dim
+    if not whole:
+        raise SelfspecError(f"{source.path}: RoPE over a part of each head; expected all of it")
+    return {
+        "head_dim": source.head_dim,
+        "attention_bias": source.has("attn_q.bias"),
+        "mlp_bias": source.has("ffn_down.bias"),
+    }
+
+
+def _granite(source: Source) -> Entries:
+    return {name: entry for name, entry in _llama(source).items() if name != "head_dim"} | {
+        "embedding_multiplier": source.number("embedding_scale", 1.0),
+        "residual_multiplier": source.number("residual_scale", 1.0),
+        "attention_multiplier": source.number("attention.scale", source.head_dim**-0.5),
+        "logits_scaling": source.number("logit_scale", 1.0),
+    }
+
+
+def _qwen3(source: Source) -> Entries:
+    return {"head_dim": source.head_dim, "attention_bias": source.has("attn_q.bias")}
+
+
+def _qwen3moe(source: Source) -> Entries:
+    return _qwen3(source) | {
+        "num_experts": source.integer("expert_count"),
+        "num_experts_per_tok": source.integer("expert_used_count"),
+        "moe_intermediate_size": source.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _gemma(source: Source, large: int) -> Entries:
+    """Return the entries of both Gemmas; the model of `large` layers scales scores by its width for each head."""
+    heads, width = source.integer("attention.head_count"), source.integer("embedding_length")
+    scale = source.number("attention.scale", (width / heads if source.layers == large else source.head_dim) ** -0.5)
+    caps = {
+        f"{name}_logit_softcapping": source.number(key, 0.1)
+        for name in ("attn", "final")
+        if source.header.arch_value(key := f"{name}_logit_softcapping") is not None
+    }
+    return {"head_dim": source.head_dim, "query_pre_attn_scalar": round(scale**-2), **caps}
+
+
+def _gemma2(source: Source) -> Entries:
+    return source.windows(2, 4096) | _gemma(source, 46)
+
+
+def _gemma3(source: Source) -> Entries:
+    local = {"rope_type": "default", "rope_theta": source.number("rope.freq_base_swa", 10_000.0)}
+    whole = {"rope_theta": source.number("rope.freq_base", 1_000_000.0)}
+    ropes = {"full_attention": rope_parameters(source.path, source.header) | whole, "sliding_attention": local}
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    return source.windows(6, 1024) | caps | _gemma(source, 62) | {"rope_parameters": ropes}
+
+
+def _partial(source: Source) -> Entries:
+    rope = rope_parameters(source.path, source.header)
+    return {
+        "rope_parameters": rope | {"partial_rotary_factor": source.integer("rope.dimension_count") / source.head_dim}
+    }
+
+
+def _phi3(source: Source) -> Entries:
+    if not source.has("attn_qkv.weight"):
+        raise SelfspecError(f"{source.path}: no tensor blk.0.attn_qkv.weight; expected fused queries, keys and values")
+    made = _partial(source) | {"sliding_window": source.header.arch_value("attention.sliding_window") or None}
+    original = made["rope_parameters"].get("original_max_position_embeddings")
+    return made if original is None else made | {"original_max_position_embeddings": original}
+
+
+def _starcoder2(source: Source) -> Entries:
+    window = source.header.arch_value("attention.sliding_window")
+    return {"use_bias": source.has("attn_q.bias"), "sliding_window": window or None}
+
+
+def _stablelm(source: Source) -> Entries:
+    return _partial(source) | {
+        "use_qkv_bias": source.has("attn_q.bias"),
+        "qk_layernorm": source.has("attn_q_norm.weight"),
+        "use_parallel_residual": not source.has("ffn_norm.weight"),
+    }
+
+
+def _olmo2(source: Source) -> Entries:
+    if source.header.arch_value("attention.sliding_window"):
+        raise SelfspecError(f"{source.path}: an OLMo 3 model; supported in GGUF files: OLMo 2")
+    return {"attention_bias": source.has("attn_q.bias")}
+
+
+def _gpt_oss(source: Source) -> Entries:
+    rope = rope_parameters(source.path, source.header)
+    return source.windows(2) | {
+        "head_dim": source.head_dim,
+        "attention_bias": source.has("attn_q.bias"),
+        "num_local_experts": source.integer("expert_count"),
+        "num_experts_per_tok": source.integer("expert_used_count"),
+        "intermediate_size": source.integer("expert_feed_forward_length"),
+        "rope_parameters": rope | ({"truncate": False} if rope["rope_type"] == "yarn" else {}),
+    }
+
+
+_LAYER_NORM = "attention.layer_norm_epsilon"
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", _llama, paired=True),  # Mistral's files say llama
+    "qwen2": Architecture("qwen2", lambda _: {}),
+    "qwen3": Architecture("qwen3", _qwen3),
+    "gemma2": Architecture("gemma2", _gemma2, norm_plus=1.0),
+    "gemma3": Architecture("gemma3_text", _gemma3, norm_plus=1.0),
+    "phi3": Architecture("phi3", _phi3),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, experts=True),
+    "starcoder2": Architecture("starcoder2", _starcoder2, eps=(_LAYER_NORM, "norm_epsilon")),
+    "stablelm": Architecture("stablelm", _stablelm, eps=(_LAYER_NORM, "layer_norm_eps")),
+    "granite": Architecture("granite", _granite, paired=True),
+    "olmo2": Architecture("olmo2", _olmo2),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, experts=True),
+}
+
+
+def check_header(path: Path, header: Header) -> Architecture:
+    """Return the architecture of a file. Raises `SelfspecError` if it is not that of a supported language model."""
+    architecture = ARCHITECTURES.get(header.architecture)
+    if architecture is None:
+        raise SelfspecError(
+            f"{path}: a model of architecture '{header.architecture}'; supported in GGUF files: "
+            f"{', '.join(ARCHITECTURES)} (Mistral's files say llama)"
+        )
+    if header.arch_value("expert_count") and not architecture.experts:
+        raise SelfspecError(
+            f"{path}: a mixture of experts of architecture '{header.architecture}', not supported in GGUF files"
+        )
+    if "tokenizer.ggml.tokens" not in header.metadata:
+        raise SelfspecError(f"{path}: no tokenizer in the file; expected the GGUF file of a language model")
+    layers = header.arch_value("block_count")
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+        raise SelfspecError(f"{path}: {short(layers)} layers; expected 1 to {MOST_LAYERS}")
+    rope_parameters(path, header)
+    return architecture
+
+
+def read_config(path: Path, header: Header) -> PretrainedConfig:
+    """Return the configuration of a file's model. Raises `SelfspecError` if the file does not describe one."""
+    from transformers import AutoConfig
+
+    architecture, source = check_header(path, header), Source(path, header)
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise SelfspecError(f"{path}: no matrix token_embd.weight; expected the GGUF file of a language model")
+    heads = source.integer("attention.head_count")
+    key, eps = architecture.eps
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    entries: Entries = {
+        "vocab_size": embedding.shape[1],
+        "hidden_size": source.integer("embedding_length"),
+        "num_hidden_layers": source.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.integer("attention.head_count_kv", heads),
+        "intermediate_size": source.integer("feed_forward_length", 1 if architecture.experts else None),
+        "max_position_embeddings": source.integer("context_length"),
+        eps: source.number(key),
+        "rope_parameters": rope_parameters(path, header),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **{name: header.metadata.get(f"tokenizer.ggml.{short_name}_token_id") for name, short_name in names.items()},
+    }
+    return AutoConfig.for_model(architecture.model_type, **(entries | architecture.entries(source)))
