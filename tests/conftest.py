@@ -121,6 +121,7 @@ def told_layout(request) -> None:
     times = layouts.fastest(request.config.getoption("layout"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("selfspec.models.layout.measure_layouts", lambda model: times)
+        patch.setattr("selfspec.models.layout.measure_as_stored", lambda linears: times)
         patch.setattr("selfspec.llm.local_costs.measure_costs", lambda runtime, path: {})
         yield
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from selfspec.models.families import FAMILIES
 from selfspec.models.sizes import Sizes
 from selfspec.models.skeleton import context_of, ends_of, read_identity
 from selfspec.types.identity import Identity
+
+Forwards = Mapping[nn.Module, Callable[..., Any]]
+"""Functions that run in place of modules' own forwards."""
 
 _ATTENTION = re.compile(r"(self_?)?att(entio)?n|self_attention")
 _MLP = re.compile(r"mlp|ffn?|feed_?forward|moe|block_sparse_moe|sparse_moe_block")
