@@ -305,18 +305,19 @@ def test_what_has_no_such_parts_is_refused_by_name(config, why):
 
 
 @with_trees
-def test_texts_are_replayed(name):
+@pytest.mark.parametrize("path", [DraftPath(SKIPS[1]), DraftPath(int8=SKIPS[2], head="int8")], ids=["skip", "int8"])
+def test_texts_are_replayed(name, path):
     """As the search does: what a replay says that a draft would be is what is drafted."""
     runtime = runtime_of(name)
     tokens = [*PROMPT, *plain(runtime, PROMPT, 10)]
-    drafter = LayerSkipDrafter(runtime, SKIPS[1], FixedK(3))
+    drafter = LayerSkipDrafter(runtime, path, FixedK(3))
     _, outcomes = run(runtime, drafter, PROMPT, 10)
     with Replay(runtime.model, [TargetText(tuple(tokens), len(PROMPT), 10)], depth=4, base_runtime=runtime) as replay:
         streams = replay.streams(4)
         added = streams.branch(1, "mlp", streams.between[1])
         if name in ("gemma", "olmo", "gpt2"):  # norms before sub-layers, one after the other
             close(streams.between[1] + added, streams.entering[2])
-        (trace,) = replay.trace(SKIPS[1], [FixedK(3)])
+        (trace,) = replay.trace(path, [FixedK(3)])
         at = 0
         for outcome in outcomes:
             assert min(trace.runs[at], len(outcome.draft)) == len(outcome.path)
