@@ -182,8 +182,10 @@ class ModuleQuantizer(WeightQuantizer):
         """Yield the children of a module that are linears to quantise, those with the same input as one group."""
         by_input: dict[Any, list[str]] = {}
         for name, child in parent.named_children():
-            fits = isinstance(child, (nn.Linear, PartLinear)) and is_quantizable([child], bits)
-            if fits and min(child.in_features, child.out_features) >= _FEWEST:
+            linear: Any = child if isinstance(child, (nn.Linear, PartLinear)) else None
+            if linear is None or min(linear.in_features, linear.out_features) < _FEWEST:
+                continue
+            if is_quantizable([linear], bits):
                 by_input.setdefault(self.inputs.get(child, name), []).append(name)
         for names in by_input.values():
             yield Group(parent, tuple(names))

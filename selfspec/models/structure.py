@@ -57,7 +57,7 @@ def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
 class Outline:
     """The properties of a `Skeleton` that are known for a model that runs through its own forward.
 
-    `parts`, `quantizer` and `gain` raise `UnsupportedModelError`.
+    `parts`, `blocks`, `norms`, `quantizer` and `gain` raise `UnsupportedModelError`.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -81,6 +81,16 @@ class Outline:
         raise UnsupportedModelError(
             f"{self.name} runs through its own forward, without access to its modules; expected {', '.join(FAMILIES)}"
         )
+
+    @property
+    def blocks(self) -> Any:
+        """The layers' blocks. Raises `UnsupportedModelError`, as the modules are unknown."""
+        return self.parts
+
+    @property
+    def norms(self) -> Any:
+        """The norms. Raises `UnsupportedModelError`, as the modules are unknown."""
+        return self.parts
 
     @property
     def quantizer(self) -> Any:

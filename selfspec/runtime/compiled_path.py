@@ -36,25 +36,37 @@ class PathModule:
     quantized: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, kw_only=True)
 class CompiledPath:
     """A draft path compiled for one model.
 
-    `blocks` holds each layer's number, device, attention and MLP; None stands for a skipped sub-layer. `head` maps
-    normed hidden states to logits. `bytes` is the memory that the path needs in addition to the model. `unquantized`
-    names the sub-layers and heads that could not be quantised and run in full precision ("attention 3", "mlp 3",
-    "head"). `native` runs the blocks and the last norm as one native call (None: native code does not support them).
+    `head` maps normed hidden states to the head's output. `unquantized` names the sub-layers and heads that could not
+    be quantised and run in full precision ("attention 3", "mlp 3", "head"). `resources` are the modules made for the
+    path, kept alive by it. `native` runs all layers and the last norm as one native call (None: native code does not
+    support them).
+    """
+
+    head: Call
+    unquantized: tuple[str, ...] = ()
+    resources: tuple[PathModule, ...] = field(default=(), repr=False)
+    native: NativePass | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The memory that the path needs in addition to the model, in bytes."""
+        return sum(module.bytes for module in self.resources)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, kw_only=True)
+class LeanPath(CompiledPath):
+    """A draft path of a `LeanRuntime`.
+
+    `blocks` holds each layer's number, device, attention and MLP; None stands for a skipped sub-layer.
     `batch_invariant_head` is a head whose logits of a token have the same bits in a batch of any size, or None.
-    `resources` are the modules made for the path, kept alive by it.
     """
 
     blocks: tuple[tuple[int, torch.device, Attention | None, Mlp | None], ...]
-    head: Call
-    bytes: int = 0
-    unquantized: tuple[str, ...] = ()
-    native: NativePass | None = None
     batch_invariant_head: Call | None = None
-    resources: tuple[PathModule, ...] = field(default=(), repr=False)
 
 
 class Quantizer(Protocol):
@@ -272,7 +284,7 @@ class Paths(PathCache):
         self._skeleton, self._scaling = skeleton, scaling
 
     @torch.no_grad()
-    def _compiled(self, path: DraftPath) -> CompiledPath:
+    def _compiled(self, path: DraftPath) -> LeanPath:
         blocks, layers = self._skeleton.blocks, self._layers
         modes = path.modes(layers)
         trained = self._trained_of(path)
@@ -305,10 +317,13 @@ class Paths(PathCache):
             and not attention_specs[0].rope.interleaved
         )
         native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm) if llama_rope else None
-        batch_invariant_head = None if native is None else batch_invariant(runs_head)
-        size = sum(m.bytes for m in resources)
-        return CompiledPath(
-            tuple(runs), runs_head, size, tuple(unquantized), native, batch_invariant_head, tuple(resources)
+        return LeanPath(
+            blocks=tuple(runs),
+            head=runs_head,
+            unquantized=tuple(unquantized),
+            native=native,
+            batch_invariant_head=None if native is None else batch_invariant(runs_head),
+            resources=tuple(resources),
         )
 
     def _bridge_module(self, run: Run, name: str | None, trained: Trained | None) -> PathModule | None:

@@ -21,7 +21,7 @@ from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.attention_inputs import PassInputs
-from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
@@ -147,13 +147,13 @@ class UncapturablePaths:
     """The paths of one model that cannot be captured. Only the first failure is logged, with its reason."""
 
     def __init__(self) -> None:
-        self._paths: WeakSet[CompiledPath] = WeakSet()
+        self._paths: WeakSet[LeanPath] = WeakSet()
         self._logged = False
 
-    def __contains__(self, compiled: CompiledPath) -> bool:
+    def __contains__(self, compiled: LeanPath) -> bool:
         return compiled in self._paths
 
-    def add(self, compiled: CompiledPath, error: Exception) -> None:
+    def add(self, compiled: LeanPath, error: Exception) -> None:
         """Add a path, and log the error if no earlier error was logged."""
         self._paths.add(compiled)
         if not self._logged:
@@ -176,11 +176,11 @@ class Graphs:
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
         self._numbers = torch.arange(self._slots, device=self._device)
-        self._made: WeakKeyDictionary[CompiledPath, dict[GraphKey, _Graph | None]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[LeanPath, dict[GraphKey, _Graph | None]] = WeakKeyDictionary()
 
     def forward(
         self,
-        compiled: CompiledPath,
+        compiled: LeanPath,
         tokens: Tensor,
         pass_inputs: PassInputs,
         *,
@@ -228,7 +228,7 @@ class Graphs:
             batch, n, min(rounded_up(kv_len), self._slots), (rows.start, rows.stop), masks, logits, tuple(hidden)
         )
 
-    def _capture(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
+    def _capture(self, compiled: LeanPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
         scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
         numbers = self._numbers[: shape.kv_len]

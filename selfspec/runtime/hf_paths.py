@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, kw_only=True)
 class GenericPath(CompiledPath):
     """A draft path of a `GenericRuntime`.
 
@@ -49,10 +50,15 @@ class GenericPaths(PathCache):
 
     def skipping(self, skip: SkipSet) -> GenericPath:
         """Return a path that skips sub-layers and runs all others in full."""
-        return GenericPath((), _as_it_is, forwards={**self._full, **self._skipped(skip)})
+        return self._path({**self._full, **self._skipped(skip)})
+
+    def _path(self, forwards: Forwards, **options: Any) -> GenericPath:
+        head = self._quantizer.head_module
+        return GenericPath(head=forwards.get(head, head), forwards=forwards, **options)
 
     @torch.no_grad()
     def _compiled(self, path: DraftPath) -> GenericPath:
+        path.check(self._layers)
         if path.trained is not None:
             raise SelfspecError(f"draft path: its trained weights {path.trained} are not supported here")
         quantized = self._quantized(path, None)
@@ -64,25 +70,18 @@ class GenericPaths(PathCache):
         forwards = {**self._full}
         for resource in resources:
             forwards.update(resource.module)
-        return GenericPath(
-            (),
-            _as_it_is,
-            sum(resource.bytes for resource in resources),
-            tuple(unquantized),
+        return self._path(
+            {**forwards, **self._skipped(path.skip)},
+            unquantized=tuple(unquantized),
             resources=tuple(resources),
-            forwards={**forwards, **self._skipped(path.skip)},
             token_ids=None if path.vocabulary is None else torch.tensor(path.vocabulary, device=self._device),
         )
 
     def _skipped(self, skip: SkipSet) -> Forwards:
         structure = self._quantizer.structure
         parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
-        return {part: zero_forward(part, self._outputs[part]) for part in parts}
+        return {part: zero_forward(part, self._outputs[part]) for part in parts if part in self._outputs}
 
     def _head_over(self, tokens: Sequence[int]) -> Forwards:
         """Return the forward of a head over `tokens`; empty if its weight cannot be read: it computes all logits."""
         return self._quantizer.head_over(tokens) or {}
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

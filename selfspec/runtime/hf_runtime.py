@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,21 @@ from transformers import DynamicCache
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Block
 from selfspec.models.families.common import windows_of
 from selfspec.models.low_precision import Kernel
 from selfspec.models.module_quantizer import quantizer_of, recording_inputs
 from selfspec.models.path_modules import Trained
-from selfspec.models.structure import find_structure, read_outline
+from selfspec.models.structure import Outline, find_structure, read_outline
+from selfspec.runtime.base import CachedRuntime
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath
-from selfspec.runtime.forward import Runtime
 from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
 from selfspec.runtime.hf_paths import GenericPath, GenericPaths
 from selfspec.runtime.module_hooks import capture_hidden, first_of, in_this_thread, replacing
 from selfspec.runtime.paged import BlockTables
-from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.types.draft_path import FULL, DraftPath, Mode
+from selfspec.types.draft_path import FULL
 from selfspec.types.skip import SkipSet
 
 _GROWTH = 256
@@ -39,18 +39,18 @@ _PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
 _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
 
 
-class GenericRuntime(Runtime):
+class GenericRuntime(CachedRuntime):
     """A model that is run by its own forward.
 
     `trees`: whether the model honours custom attention masks, as tested on construction. If not, drafts have no
-    branches, and only one sequence is decoded at a time. `kernel`: as in `Runtime`. Raises
+    branches, and only one sequence is decoded at a time. `kernel`: as in `LeanRuntime`. Raises
     `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with this KV cache differ from
     its logits without a cache.
     """
 
-    supports_trained = native = False
-    _native = _min_window = _recorder = _graphs = None
-    _has_hooks = False
+    supports_trained = False
+    skeleton: Outline
+    _paths: GenericPaths
 
     def __init__(self, model: Any, *, rows: int = 1, kernel: Kernel | None = None) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -65,20 +65,18 @@ class GenericRuntime(Runtime):
             nn.Module, int | None
         ] = {}  # length of a sub-layer's output tuple; None: a single tensor
         kv_heads, head_dim = self._shapes()
-        self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
+        self.skeleton = read_outline(self.model, kv_heads, head_dim)
         self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
-        self._paths: Any = GenericPaths(
-            quantizer_of(self.model, self._inputs, kernel), self.skeleton, self._output_lengths
-        )
+        self._paths = GenericPaths(quantizer_of(self.model, self._inputs, kernel), self.skeleton, self._output_lengths)
         self._windows = windows_of(self.model.config, self.layers)
-        self._full = self.compile(FULL)
+        self._full_path = self._paths.get(FULL)
         self._reset(2)
         self.trees = self._checked()
         if rows > 1 and not self.trees:
             raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
         self._reset(rows)
 
-    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
+    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Self:
         """Return another runtime as `Runtime.with_new_cache` does.
 
         Raises `UnsupportedModelError` for several `rows` if the model decodes one sequence at a time.
@@ -164,9 +162,7 @@ class GenericRuntime(Runtime):
     def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         if pool is not None:
             raise SelfspecError("paged KV cache: this model runs by its own forward; expected blocks=None")
-        self.rows, self.pool = rows, None
-        self.turn_lock = TurnLock()
-        self._allocate(0)
+        super()._reset(rows)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -184,27 +180,14 @@ class GenericRuntime(Runtime):
             track_positions=any(window is not None for window in self._windows),
         )
 
-    # -- draft paths -------------------------------------------------------------------------------------------
-
-    def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a draft path as `Runtime.compile` does; its trained weights are not supported."""
-        path.check(self.layers)
-        return self._paths.get(path)
-
-    def extra_bytes(self, path: DraftPath) -> int:
-        """Return the bytes of memory that a draft path needs in addition to the model."""
-        return self._paths.bytes(path)
-
-    def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
-        """Return the bytes that a part needs in addition in `mode`, as `PathCache.part_bytes` does."""
-        return self._paths.part_bytes(part, index, mode)
-
     def register_trained(self, name: str, trained: Trained) -> None:
         """Raise `UnsupportedModelError`, as trained paths are not supported."""
         _ = self.skeleton.parts
 
-    def unregister_trained(self, name: str) -> None:
-        """Do nothing, as no trained weights are registered."""
+    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
+        """Raise `UnsupportedModelError`, as a layer runs with its model only."""
+        _ = self.skeleton.parts
+        raise NotImplementedError
 
     # -- the one forward ---------------------------------------------------------------------------------------
 
@@ -243,7 +226,7 @@ class GenericRuntime(Runtime):
             model_kwargs["position_ids"] = position_ids.expand(batch, n)
         if logits != "all" and "logits_to_keep" in self._forward_params:
             model_kwargs["logits_to_keep"] = 1
-        compiled = path if isinstance(path, GenericPath) else self._full
+        compiled = path if isinstance(path, GenericPath) else self._full_path
         assert isinstance(compiled, GenericPath)
         with (
             replacing(compiled.forwards),

@@ -40,14 +40,14 @@ _patches: dict[nn.Module, _Patch] = {}
 
 @contextmanager
 def replacing(forwards: Forwards) -> Iterator[None]:
-    """Run `forwards` in place of modules' own forwards in this thread, while the context lasts."""
+    """Run `forwards` in place of modules' own forwards in this thread, while the context lasts. Contexts may nest."""
     before, patched = _pass.forwards, list[nn.Module]()
     try:
         with _lock:
             for module in forwards:
                 _patch(module)
                 patched.append(module)
-        _pass.forwards = forwards
+        _pass.forwards = {**before, **forwards} if before else forwards
         yield
     finally:
         _pass.forwards = before

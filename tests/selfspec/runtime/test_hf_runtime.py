@@ -38,7 +38,7 @@ from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.factory import open_runtime
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -112,7 +112,7 @@ def test_drafts_are_checked(name):
 def test_it_skips_as_the_lean_runtime_does(name):
     """And gives the same streams, trees and branches."""
     model = tiny(FAMILY_CONFIGS[name], dtype=torch.float32)
-    own, lean = GenericRuntime(model), Runtime(model)
+    own, lean = GenericRuntime(model), LeanRuntime(model)
     path, tokens = DraftPath(SkipSet((0, 2), (1,))), tokens_for(20)
     given = []
     for runtime in (own, lean):
@@ -216,7 +216,7 @@ def test_a_quantised_path_is_the_model_with_rounded_weights(name, seed):
 
 def test_bytes_are_those_of_the_lean_runtime():
     model = tiny(FAMILY_CONFIGS["llama"], dtype=torch.float32)
-    own, lean = GenericRuntime(model), Runtime(model)
+    own, lean = GenericRuntime(model), LeanRuntime(model)
     for path in LOW.values():
         assert own.extra_bytes(path) == lean.extra_bytes(path)
         assert own.compile(path).bytes == lean.compile(path).bytes
