@@ -179,7 +179,7 @@ def test_parts_that_cannot_be_quantised_run_in_full_and_are_named(kind):
     assert runtime.part_bytes("mlp", 0, "int4") is None, "neither 24 nor 40 inputs are whole groups"
     assert runtime.part_bytes("mlp", 0, "int8") > 0
     assert runtime.part_bytes("mlp", 0, "full") == runtime.part_bytes("attention", 0, "skip") == 0
-    assert runtime.compile(DraftPath(int4=SkipSet((0,), (1,)))).unquantized == ("mlp 1",)
+    assert runtime.compile(DraftPath(int4=SkipSet((), (1,)), head="int4")).unquantized == ("mlp 1", "head")
 
 
 @pytest.mark.parametrize(
