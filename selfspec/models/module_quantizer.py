@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import SubLayer
 from selfspec.models.families.experts import ExpertParts, ExpertProducts
 from selfspec.models.layout import suits_native
-from selfspec.models.linears import Call, Group, PartLinear, is_exact, linear_over
+from selfspec.models.linears import Call, Group, Moved, PartLinear, is_exact, linear_over
 from selfspec.models.low_precision import Bits, Kernel, bytes_of, is_quantizable
 from selfspec.models.native import NativeProduct
 from selfspec.models.path_modules import Int4Weights, Trained
@@ -128,11 +129,11 @@ class ModuleQuantizer(WeightQuantizer):
             return None
         (made,), _ = self.quantized([Group(SimpleNamespace(head=self.head_module), ("head",))], bits)
         if tokens is None:
-            return {self.head_module: on_any_shape(made.module.fused.product)}, nbytes
+            return self._head_by(made.module.fused.product), nbytes
         product = linear_over(made.module, tokens)
         assert product is not None
         into: int = self.head_module.in_features  # type: ignore[assignment]
-        return {self.head_module: on_any_shape(product)}, bytes_of(bits, len(tokens), into)
+        return self._head_by(product), bytes_of(bits, len(tokens), into)
 
     def head_over(self, tokens: Sequence[int]) -> Forwards | None:
         """Return the forward of a head in full precision that computes only the logits of `tokens`, all others -inf.
@@ -140,7 +141,11 @@ class ModuleQuantizer(WeightQuantizer):
         Returns None if the head's weight cannot be read.
         """
         product = linear_over(self.head_module, tokens) if is_exact(self.head_module) else None
-        return None if product is None else {self.head_module: on_any_shape(product)}
+        return None if product is None else self._head_by(product)
+
+    def _head_by(self, product: Call) -> Forwards:
+        """Return the head's forward by a product; rows are moved to the head's device, as hooks of accelerate would."""
+        return {self.head_module: on_any_shape(Moved(product, device_of(self.head_module)))}
 
     def full(self) -> Forwards:
         """Return forwards of all linears in full precision by native products; empty if torch's are as fast.
