@@ -227,7 +227,6 @@ class GenericRuntime(CachedRuntime):
         if logits != "all" and "logits_to_keep" in self._forward_params:
             model_kwargs["logits_to_keep"] = 1
         compiled = path if isinstance(path, GenericPath) else self._full_path
-        assert isinstance(compiled, GenericPath)
         with (
             replacing(compiled.forwards),
             capture_hidden(self._structure, hidden, between) as (streams, halves),
