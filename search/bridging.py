@@ -18,7 +18,7 @@ from selfspec.draft_modules.path_files import path_part
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, sha256_of
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.training.bridges import fit_bridges
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.measure.cost_sweeps import EFFORTS, effort_within
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 from .budget import SHARES, Budget
 from .continuations import FEWEST

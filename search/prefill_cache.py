@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import FULL, DraftPath
 

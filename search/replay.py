@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from selfspec.controllers import Controller
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.factory import open_runtime
-from selfspec.runtime.forward import Runtime
 from selfspec.speculation.sampling import Sampler, gaps
 from selfspec.types.confidence import PROBABILITY
 from selfspec.types.draft_path import FULL, DraftPath, as_path

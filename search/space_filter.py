@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from selfspec.basics.checked_model import Count, Data
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.llm import LLM
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.types.bits import DTYPES
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import LOW, DraftPath, Mode

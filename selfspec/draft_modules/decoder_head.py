@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selfspec.draft_modules.heads import LinearFactory, normed
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from selfspec.draft_modules.module_files import PartFile
 from selfspec.models.kernels import kernel_for
 from selfspec.models.linears import Call
 from selfspec.models.low_precision import FusedQuantizedLinear
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 ENDLESS = 2**30  # `places` of heads whose drafts may have any length
 WORDS = "vocabulary"  # name of the tensor with the draft vocabulary

@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.draft_modules.module_files import PartFile, opened_part
 from selfspec.models.low_precision import GROUPS, QuantizedWeight
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 KIND = "int4"
 _TENSORS = {"values": "U8", "scale": "BF16", "zero": "BF16"}  # a group's tensors, with their types in the file

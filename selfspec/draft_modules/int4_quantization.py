@@ -26,7 +26,7 @@ from selfspec.models.linears import Into, Onto
 from selfspec.models.low_precision import QuantizedWeight, is_quantizable
 from selfspec.models.quantizers import InputMoments, group_for, quantize_int4
 from selfspec.models.shards import check_unsharded
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.types.int4_methods import Int4Method
 
 Texts = Sequence[Sequence[int]]

@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.models.path_modules import Bridge, Trained, Update
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 PATH_KINDS = ("bridge", "adapter")
 

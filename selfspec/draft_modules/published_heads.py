@@ -26,7 +26,7 @@ from selfspec.draft_modules.decoder_head import LayerShape
 from selfspec.draft_modules.engine_formats import authors_names, flat_config
 from selfspec.draft_modules.heads import make_part_file
 from selfspec.draft_modules.module_files import PartFile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 FILES = (
     "model.safetensors",

@@ -9,7 +9,7 @@ from selfspec.draft_modules.heads import Head
 from selfspec.draft_modules.mlp_heads import HydraHead, MedusaHead, MlpHead
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.draft_modules.mtp import MtpHead
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 HEADS: dict[str, type[Head]] = {
     head.kind: head for head in (EagleHead, MedusaHead, HydraHead, MlpHead, MtpHead, ChimeraHead)

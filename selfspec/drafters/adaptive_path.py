@@ -15,8 +15,8 @@ from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.proposers.chain import ProposerChain
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
-from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput

@@ -13,7 +13,7 @@ from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.router import Router
 from selfspec.drafters.tree_merge import MergedDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 
 

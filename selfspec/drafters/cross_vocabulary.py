@@ -13,7 +13,7 @@ from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.models.vocabularies import TokenMap
 from selfspec.proposers.chain import ProposerChain
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState

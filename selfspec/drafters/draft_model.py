@@ -11,7 +11,7 @@ from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.proposers.chain import ProposerChain
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState

@@ -9,7 +9,7 @@ from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput

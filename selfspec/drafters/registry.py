@@ -52,8 +52,8 @@ from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, StoreProposer
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.factory import open_runtime
-from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
 from selfspec.types.confidence import PROBABILITY

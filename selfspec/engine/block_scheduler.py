@@ -6,8 +6,8 @@ from typing import Protocol
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.engine.blocks import BlockPool
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.cache import Cache
-from selfspec.runtime.forward import Runtime
 from selfspec.runtime.paged import BLOCK, PagedCache
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.limits import WIDEST_DRAFT

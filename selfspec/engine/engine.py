@@ -12,7 +12,7 @@ import torch
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.engine.block_scheduler import memory_of
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Outcome

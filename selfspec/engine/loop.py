@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from selfspec.engine.engine import Engine
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.rules import Rule

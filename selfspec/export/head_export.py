@@ -15,7 +15,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.heads import WORDS, head_rows
 from selfspec.draft_modules.module_files import PartFile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 Tensors = dict[str, Tensor]
 _NORMS = {"embed_norm": "input_layernorm", "stream_norm": "hidden_norm"}

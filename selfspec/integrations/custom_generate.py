@@ -38,7 +38,7 @@ from selfspec.models.skeleton import identity_of
 from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.rules import check_rule, find_rule
 from selfspec.speculation.sampling import Sampler, reads_prefix

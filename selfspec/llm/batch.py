@@ -23,7 +23,7 @@ from selfspec.llm.request import Model, Request, TokenLogprobs
 from selfspec.llm.sampling_plan import Plan
 from selfspec.llm.scoring import prompt_logprobs
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState

@@ -15,7 +15,7 @@ from selfspec.drafters import PlainDrafter
 from selfspec.drafters.autoregressive import ChainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.proposers.chain import ProposerChain
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput

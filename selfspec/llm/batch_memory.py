@@ -8,7 +8,7 @@ import os
 import torch
 
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.paged import BLOCK
 from selfspec.types.limits import WIDEST_DRAFT
 

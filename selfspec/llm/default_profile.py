@@ -11,6 +11,7 @@ from selfspec.models.dispatch import device_of
 from selfspec.models.families import is_lean, parts_of
 from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import bytes_of, is_quantizable
+from selfspec.models.module_quantizer import quantizer_of
 from selfspec.models.native_library import available
 from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.method_profiles import quantized_profile
@@ -33,7 +34,9 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
         raise SelfspecError(
             f"extra_memory {extra_memory}: expected 0 or more and finite, as a share of the model's bytes"
         )
-    if not is_lean(model) or device_of(parts_of(model).head.module).type != "cpu":
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = model.get_output_embeddings()
+    if head is None or device_of(head).type != "cpu":
         return None
     needed = _int8_bytes(model)
     most = available_memory() * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
@@ -44,8 +47,12 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
 
 def _int8_bytes(model: Any) -> int | None:
     """Return the bytes of a model's linears in int8; None if there are other modules than linears, or no kernel."""
+    if not available():
+        return None
+    if not is_lean(model):
+        return quantizer_of(model).all_linears_bytes(8)
     parts = parts_of(model)
-    if not available() or any(layer.experts is not None for layer in parts.layers):
+    if any(layer.experts is not None for layer in parts.layers):
         return None
     modules = [module for group in (*parts.groups(), parts.head) for module in group.modules]
     if not is_quantizable(modules, 8):

@@ -33,8 +33,8 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.history import check_answers
 from selfspec.proposers.store import Store
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.factory import open_runtime
-from selfspec.runtime.forward import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import as_integer
 from selfspec.speculation.sequence import SequenceState

@@ -25,7 +25,7 @@ from selfspec.llm.round_timer import timed_rounds
 from selfspec.models.families import is_lean, parts_of
 from selfspec.models.native_library import timing_key
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_path import DraftPath

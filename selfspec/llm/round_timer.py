@@ -11,7 +11,7 @@ from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.loop import decode
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.rules import find_rule

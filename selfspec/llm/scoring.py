@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from selfspec.llm.request import TokenLogprobs, top_logprobs
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 LOGITS = 2**24  # most logits in memory at a time
 

@@ -21,7 +21,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import Sampler
 from selfspec.text.prompt import Prompt

@@ -26,7 +26,7 @@ from selfspec.models.layout import weight_bytes
 from selfspec.models.onednn_linear import PackedLinear
 from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
 from selfspec.types.bits import bits_read

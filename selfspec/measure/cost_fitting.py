@@ -24,7 +24,7 @@ from selfspec.drafters import LayerSkipDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.round_timer import RoundSample
 from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, fit_context, lower_quartile, pace
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path

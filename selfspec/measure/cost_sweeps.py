@@ -12,7 +12,7 @@ from itertools import islice
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.llm.round_timer import RoundSample, timed_rounds
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.skip import SkipSet
 

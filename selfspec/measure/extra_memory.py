@@ -5,7 +5,7 @@ from __future__ import annotations
 from selfspec.drafters import CrossVocabularyDrafter, Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router
 from selfspec.drafters.head_drafter import HeadDrafter
 from selfspec.models.layout import weight_bytes
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 
 

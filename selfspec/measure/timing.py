@@ -21,7 +21,7 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.llm.stream import Generation
 from selfspec.profile.schema import Measurement
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft

@@ -25,8 +25,8 @@ from selfspec.basics.machine import release_memory
 from selfspec.models.families import Parts, is_lean, parts_of
 from selfspec.models.half_storage import half_of, nativise_exactly_, nativise_model_
 from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
-from selfspec.models.native import IN_A_PASS, ROWS
-from selfspec.models.native_library import available, library, timing_key
+from selfspec.models.native import IN_A_PASS, ROWS, NativeProduct
+from selfspec.models.native_library import KINDS, available, library, timing_key
 from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.models.shards import local_weight
 from selfspec.models.stored_linear import StoredEmbedding, StoredLinear
@@ -234,13 +234,13 @@ def measure_layouts(model: Any) -> Times:
             layers.append(layer.groups)
             sampled_bytes += sum(p.numel() * p.element_size() for p in layer.module.parameters())
     tried = {layout: products for layout in LAYOUTS if (products := _products(layers, layout))}
-    if "rows" not in tried:
-        return {}
-    first = len(layers[0])
-    by_rows = tried["rows"][:first]
-    wrong = [name for name in tried if name != "rows" and not _right(tried[name][:first], by_rows)]
-    for layout in wrong:
-        del tried[layout]
+    return _measured(tried, len(layers[0])) if "rows" in tried else {}
+
+
+def _measured(tried: dict[str, list[_Product]], checked: int) -> Times:
+    """Time the products of each layout; a layout is left out if one of its first `checked` products is wrong."""
+    by_rows = tried["rows"][:checked]
+    tried = {name: tried[name] for name in tried if name == "rows" or _right(tried[name][:checked], by_rows)}
     times: Times = {layout: dict.fromkeys(WIDTHS, float("inf")) for layout in tried}
     start, sweeps = time.perf_counter(), 0
     while sweeps < 2 or (sweeps < 8 and time.perf_counter() - start < _BUDGET):
@@ -252,6 +252,46 @@ def measure_layouts(model: Any) -> Times:
     for width in WIDTHS if "native" in times else ():
         times["native"][width] *= IN_A_PASS if width <= ROWS else 1.0
     return times
+
+
+def suits_native(linears: Sequence[nn.Linear]) -> bool:
+    """Return whether native products with these linears' own weights are faster than torch's for drafting (timed once).
+
+    The weights are neither copied nor changed. False for weights that native products cannot read as they are stored.
+    """
+    if not linears or not all(map(is_native_readable, linears)) or not available():
+        return False
+    shapes = sorted({tuple(module.weight.shape) for module in linears})
+    what = [*timing_key(torch.device("cpu")), "as stored", len(linears), shapes, str(linears[0].weight.dtype)]
+    path = cached_file("layouts", what)
+    times = _sound(read_cached(path))
+    if times is None:
+        times = measure_as_stored(linears)
+        if not _disturbed(times):
+            write_cached(path, times)
+    return choose(times, drafting=True, quantized_drafts=True) == "native"
+
+
+@torch.inference_mode()
+def measure_as_stored(linears: Sequence[nn.Linear]) -> Times:
+    """Time torch's (`rows`) and native products with the weights of `linears`, about `_SAMPLE` bytes at most."""
+    tried: dict[str, list[_Product]] = {"rows": [], "native": []}
+    sampled_bytes = 0
+    for module in linears:
+        if sampled_bytes < _SAMPLE:
+            x, bias = _test_input(module), None if module.bias is None else module.bias.detach()
+            tried["rows"].append(_Product(x, module.forward, [module]))
+            tried["native"].append(_Product(x, NativeProduct(module.weight.detach(), bias), [module]))
+            sampled_bytes += module.weight.nbytes
+    return _measured(tried, 1)
+
+
+def is_native_readable(module: nn.Module) -> bool:
+    """Return whether native products can read a linear's weight as it is stored: on the CPU, by rows."""
+    if not is_exact(module):
+        return False
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.device.type == "cpu" and weight.dtype in KINDS and weight.is_contiguous()
 
 
 def _disturbed(times: Times) -> bool:
@@ -295,8 +335,7 @@ def _products(layers: Sequence[Sequence[Group]], layout: str) -> list[_Product]:
 
 
 def _product(modules: Sequence[Any]) -> _Product:
-    x = torch.randn(max(WIDTHS), modules[0].in_features, generator=torch.Generator().manual_seed(0))
-    x = x.to(modules[0].weight.dtype)
+    x = _test_input(modules[0])
     if len(modules) == 1:
         return _Product(x, linear(modules[0]), modules)
     into, out = side_by_side(modules), x.new_empty(len(x), sum(m.out_features for m in modules))
@@ -306,6 +345,11 @@ def _product(modules: Sequence[Any]) -> _Product:
         return out[: len(x)]
 
     return _Product(x, run, modules)
+
+
+def _test_input(module: Any) -> Tensor:
+    x = torch.randn(max(WIDTHS), module.in_features, generator=torch.Generator().manual_seed(0))
+    return x.to(module.weight.dtype)
 
 
 def _right(products: Sequence[_Product], by_rows: Sequence[_Product]) -> bool:

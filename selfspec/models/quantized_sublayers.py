@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Attention, ExpertWeights, Family, Layer, Mlp, Parts, SubLayer
-from selfspec.models.families.experts import Experts, QuantizedExperts
+from selfspec.models.families.experts import ExpertProducts, Experts, QuantizedExperts
 from selfspec.models.kernels import kernel_for
 from selfspec.models.linears import Call, Group, Moved
 from selfspec.models.low_precision import (
@@ -27,11 +27,53 @@ from selfspec.models.path_modules import Bridge, BridgeModule, Int4Weights, Trai
 from selfspec.models.shards import summed
 
 
+class WeightQuantizer:
+    """Base of the factories of quantised sub-layers: it makes the products, and chooses their kernels.
+
+    `kernel` multiplies with the quantised weights; None: the fastest kernel for each shape of weight on this machine,
+    which is kept in `chosen` by inputs, outputs and bits.
+    """
+
+    __slots__ = ()
+    kernel: Kernel | None
+    chosen: dict[tuple[int, int, Bits], Kernel]
+
+    def kernel_of(self, weight: Tensor, bits: Bits) -> Kernel:
+        """Return the kernel for weights of this shape and number of bits; the choice is timed once."""
+        kind = (weight.shape[1], len(weight), bits)
+        kernel = self.kernel or self.chosen.get(kind)
+        if kernel is None:
+            kernel = self.chosen[kind] = kernel_for(weight, bits)
+        return kernel
+
+    def experts(self, experts: ExpertWeights, bits: Bits) -> ExpertProducts:
+        """Return the products of all experts, quantised to `bits`."""
+        products = [tuple(self._product(*weights, bits) for weights in pair) for pair in experts.each()]
+        return ExpertProducts(experts.gated_activation, [(into, onto) for into, onto in products])
+
+    def quantized(
+        self,
+        groups: Sequence[Group],
+        bits: Bits,
+        updates: Sequence[Update | None] = (),
+        quantized: Sequence[QuantizedWeight | None] = (),
+    ) -> tuple[list[Group], int]:
+        """Return quantised copies of groups of linears (`quantize_group`), and their bytes."""
+        kernel = self.kernel_of(groups[0].modules[0].weight, bits)
+        changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
+        each = zip(groups, changes, quantized or [None] * len(groups), strict=True)
+        made = [quantize_group(group, bits, kernel, change, weight) for group, change, weight in each]
+        return [group for group, _ in made], sum(nbytes for _, nbytes in made)
+
+    def _product(self, weight: Tensor, bias: Tensor | None, bits: Bits) -> Call:
+        return FusedQuantizedLinear(weight, bias, bits, self.kernel_of(weight, bits)).product
+
+
 @dataclass(frozen=True, slots=True)
-class QuantizedSublayers:
+class QuantizedSublayers(WeightQuantizer):
     """Factory of quantised sub-layers and heads.
 
-    `kernel` multiplies with the quantised weights; None: the fastest kernel for each shape of weight on this machine.
+    `kernel` and `chosen` are as in `WeightQuantizer`.
     """
 
     family: Family
@@ -47,7 +89,7 @@ class QuantizedSublayers:
         """
         layer = self.parts.layers[index]
         if part == "mlp" and layer.experts is not None:
-            return _bytes_of_experts(layer.experts, bits)
+            return bytes_of_experts(layer.experts, bits)
         own = layer.groups_of(part)
         if (nbytes := _bytes(own, bits)) is None or bits != 4 or int4 is None:
             return nbytes
@@ -92,7 +134,7 @@ class QuantizedSublayers:
             int4.get(index, number) if int4 is not None and bits == 4 and update is None else None
             for number, update in zip(numbers, updates, strict=True)
         ]
-        made, nbytes = self._made(own, bits, updates, quantized)
+        made, nbytes = self.quantized(own, bits, updates, quantized)
         for group in made:
             _ = group.modules[0].fused.product  # quantise now, and not in the first pass
         made = [summed(group) for group in made]
@@ -103,18 +145,12 @@ class QuantizedSublayers:
 
     def _experts(self, layer: Layer, experts: ExpertWeights, bits: Bits) -> tuple[QuantizedExperts, int] | None:
         """Return an MLP with all experts of a layer quantised and the model's own router, and its bytes."""
-        nbytes = _bytes_of_experts(experts, bits)
+        nbytes = bytes_of_experts(experts, bits)
         if nbytes is None:
             return None
         mlp = self.family.block(layer, self.norms).mlp
         assert isinstance(mlp, Experts)
-        products = [tuple(self._product(*weights, bits) for weights in pair) for pair in experts.each()]
-        return QuantizedExperts(
-            mlp.norm, experts.router, experts.gated_activation, [(into, onto) for into, onto in products]
-        ), nbytes
-
-    def _product(self, weight: Tensor, bias: Tensor | None, bits: Bits) -> Call:
-        return FusedQuantizedLinear(weight, bias, bits, self._kernel(weight, bits)).product
+        return QuantizedExperts(mlp.norm, experts.router, self.experts(experts, bits)), nbytes
 
     def head(self, bits: Bits, tokens: Sequence[int] | None) -> tuple[Call, int] | None:
         """Return the quantised head and its bytes; None if it cannot be quantised.
@@ -123,7 +159,7 @@ class QuantizedSublayers:
         """
         if _bytes((self.parts.head,), bits) is None:
             return None
-        (head,), nbytes = self._made((self.parts.head,), bits)
+        (head,), nbytes = self.quantized((self.parts.head,), bits)
         parts = replace(self.parts, head=head)
         if tokens is not None:
             call = self.family.head_over(parts, tokens)
@@ -135,7 +171,7 @@ class QuantizedSublayers:
 
         def product(weight: Tensor, bias: Tensor | None) -> FusedQuantizedLinear:
             weight = weight.to(self.parts.norm.weight).contiguous()
-            return FusedQuantizedLinear(weight, bias if bias is None else bias.to(weight), 8, self._kernel(weight, 8))
+            return FusedQuantizedLinear(weight, bias if bias is None else bias.to(weight), 8, self.kernel_of(weight, 8))
 
         onto = product(bridge.onto, bridge.bias)
         into = None if bridge.into is None else product(bridge.into, None)
@@ -143,29 +179,9 @@ class QuantizedSublayers:
             0 if into is None else into.bytes
         )
 
-    def _kernel(self, weight: Tensor, bits: Bits) -> Kernel:
-        """Return the kernel for weights of this shape and number of bits; the choice is timed once."""
-        kind = (weight.shape[1], len(weight), bits)
-        kernel = self.kernel or self.chosen.get(kind)
-        if kernel is None:
-            kernel = self.chosen[kind] = kernel_for(weight, bits)
-        return kernel
 
-    def _made(
-        self,
-        groups: Sequence[Group],
-        bits: Bits,
-        updates: Sequence[Update | None] = (),
-        quantized: Sequence[QuantizedWeight | None] = (),
-    ) -> tuple[list[Group], int]:
-        kernel = self._kernel(groups[0].modules[0].weight, bits)
-        changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
-        each = zip(groups, changes, quantized or [None] * len(groups), strict=True)
-        made = [quantize_group(group, bits, kernel, change, weight) for group, change, weight in each]
-        return [group for group, _ in made], sum(nbytes for _, nbytes in made)
-
-
-def _bytes_of_experts(experts: ExpertWeights, bits: Bits) -> int | None:
+def bytes_of_experts(experts: ExpertWeights, bits: Bits) -> int | None:
+    """Return the bytes of all experts quantised to `bits`; None if they cannot be."""
     if not experts.readable():
         return None
     shapes = [tuple(weight.shape) for pair in experts.each() for weight, _ in pair]

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,69 @@ ROPES = ("default", "linear", "llama3", "yarn")
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 ENDLESS = 2**20  # positions of a model whose configuration sets no limit
 ORIGINAL = "original_max_position_embeddings"
+
+
+class ModelOutline(Protocol):
+    """What is known of a model whichever runtime runs it: a `Skeleton`, or the `Outline` of a model of any family.
+
+    An `Outline` raises `UnsupportedModelError` for what takes the model apart:
+    `parts`, `blocks`, `norms`, `quantizer` and `gain`.
+    """
+
+    @property
+    def embed(self) -> Call:
+        """The map from token ids `[B, n]` to the residual stream `[B, n, D]`."""
+
+    @property
+    def identity(self) -> Identity:
+        """The model's identity."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """The model's sizes and dtype."""
+
+    @property
+    def context(self) -> int:
+        """The number of supported positions."""
+
+    @property
+    def context_reason(self) -> str:
+        """The reason for that number."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The end tokens."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of input tokens and output logits."""
+
+    @property
+    def head_over(self) -> Callable[[Sequence[int]], Call | None]:
+        """A function from tokens to a head over them, or to None if there is none."""
+
+    @property
+    def parts(self) -> Parts:
+        """The model's modules."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The layers' blocks."""
+
+    @property
+    def norms(self) -> Norms:
+        """The norms, which follow weight changes."""
+
+    @property
+    def quantizer(self) -> QuantizedSublayers:
+        """The factory of quantised sub-layers and heads."""
+
+    @property
+    def gain(self) -> Tensor:
+        """The factor `[D]` of the last norm."""
+
+    def refresh(self) -> None:
+        """Update what was copied from weights that have changed."""
 
 
 @dataclass(frozen=True, slots=True)

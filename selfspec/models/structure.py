@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from selfspec.models.families import FAMILIES
 from selfspec.models.sizes import Sizes
 from selfspec.models.skeleton import context_of, ends_of, read_identity
 from selfspec.types.identity import Identity
+
+Forwards = Mapping[nn.Module, Callable[..., Any]]
+"""Functions that run in place of modules' own forwards."""
 
 _ATTENTION = re.compile(r"(self_?)?att(entio)?n|self_attention")
 _MLP = re.compile(r"mlp|ffn?|feed_?forward|moe|block_sparse_moe|sparse_moe_block")
@@ -54,7 +57,7 @@ def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
 class Outline:
     """The properties of a `Skeleton` that are known for a model that runs through its own forward.
 
-    `parts`, `quantizer` and `gain` raise `UnsupportedModelError`.
+    `parts`, `blocks`, `norms`, `quantizer` and `gain` raise `UnsupportedModelError`.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -78,6 +81,16 @@ class Outline:
         raise UnsupportedModelError(
             f"{self.name} runs through its own forward, without access to its modules; expected {', '.join(FAMILIES)}"
         )
+
+    @property
+    def blocks(self) -> Any:
+        """The layers' blocks. Raises `UnsupportedModelError`, as the modules are unknown."""
+        return self.parts
+
+    @property
+    def norms(self) -> Any:
+        """The norms. Raises `UnsupportedModelError`, as the modules are unknown."""
+        return self.parts
 
     @property
     def quantizer(self) -> Any:

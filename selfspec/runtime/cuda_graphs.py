@@ -27,7 +27,7 @@ from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.attention_inputs import PassInputs
-from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.workspace import Scratch
@@ -185,13 +185,13 @@ class UncapturablePaths:
     """The paths of one model that cannot be captured. Only the first failure is logged, with its reason."""
 
     def __init__(self) -> None:
-        self._paths: WeakSet[CompiledPath] = WeakSet()
+        self._paths: WeakSet[LeanPath] = WeakSet()
         self._logged = False
 
-    def __contains__(self, compiled: CompiledPath) -> bool:
+    def __contains__(self, compiled: LeanPath) -> bool:
         return compiled in self._paths
 
-    def add(self, compiled: CompiledPath, error: Exception) -> None:
+    def add(self, compiled: LeanPath, error: Exception) -> None:
         """Add a path, and log the error if no earlier error was logged."""
         self._paths.add(compiled)
         if not self._logged:
@@ -214,10 +214,10 @@ class Graphs:
         self._slots, self._device = passes.cache.slots, passes.skeleton.device
         self._end = min(positions, self._slots)
         self._numbers = torch.arange(self._slots, device=self._device)
-        self._made: WeakKeyDictionary[CompiledPath, dict[GraphKey, _Graph]] = WeakKeyDictionary()
-        self._used: WeakKeyDictionary[CompiledPath, set[int]] = WeakKeyDictionary()  # rounded KV lengths
+        self._made: WeakKeyDictionary[LeanPath, dict[GraphKey, _Graph]] = WeakKeyDictionary()
+        self._used: WeakKeyDictionary[LeanPath, set[int]] = WeakKeyDictionary()  # rounded KV lengths
 
-    def first_use(self, compiled: CompiledPath, kv_len: int) -> bool:
+    def first_use(self, compiled: LeanPath, kv_len: int) -> bool:
         """Return whether this is called for the first time for a path and a rounded KV length."""
         used, rounded = self._used.setdefault(compiled, set()), self._kv_len(kv_len)
         first = rounded not in used
@@ -226,7 +226,7 @@ class Graphs:
 
     def forward(
         self,
-        compiled: CompiledPath,
+        compiled: LeanPath,
         tokens: Tensor,
         pass_inputs: PassInputs,
         *,
@@ -276,7 +276,7 @@ class Graphs:
         """Return the KV length to capture for one of `kv_len`: all slots if passes read the length on the device."""
         return self._slots if self._passes.reads_lengths else min(rounded_up(kv_len), self._slots)
 
-    def _capture(self, compiled: CompiledPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
+    def _capture(self, compiled: LeanPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
         scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
         numbers = self._numbers[: shape.kv_len]

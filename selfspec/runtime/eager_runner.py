@@ -13,7 +13,7 @@ from selfspec.models.families.base import Attention, AttentionSpec, Block
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.attention_inputs import AttentionInputs, PassInputs, build_attention_inputs, to_device
 from selfspec.runtime.cache import Cache
-from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.rotary import RotaryTable
 from selfspec.runtime.triton_attention import TritonInputs, triton_attention
@@ -54,7 +54,7 @@ class EagerRunner:
 
     def forward(
         self,
-        compiled: CompiledPath,
+        compiled: LeanPath,
         tokens: Tensor,
         pass_inputs: PassInputs,
         *,

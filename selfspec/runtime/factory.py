@@ -6,7 +6,8 @@ from typing import Any
 
 from selfspec.models.families import is_lean
 from selfspec.models.shards import is_sharded
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.runtime.worker_group import runtime_over
 
@@ -18,4 +19,4 @@ def open_runtime(model: Any, *, rows: int = 1) -> Runtime:
     """
     if is_sharded(model):
         return runtime_over(model)
-    return Runtime(model, rows=rows) if is_lean(model) else GenericRuntime(model, rows=rows)
+    return LeanRuntime(model, rows=rows) if is_lean(model) else GenericRuntime(model, rows=rows)

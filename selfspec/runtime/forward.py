@@ -1,4 +1,4 @@
-"""The runtime: its own forward pass and KV cache, over the leaf modules (linears, norms) of a `transformers` model.
+"""The lean runtime: its own forward pass over the leaf modules (linears, norms) of a `transformers` model.
 
 The runtime copies no modelling code, patches no class and changes no parameter. It runs the residual loop, the KV cache
 and the attention call itself; the decode loop calls it.
@@ -6,9 +6,7 @@ and the attention call itself; the decode loop calls it.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,35 +15,34 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block
 from selfspec.models.low_precision import Kernel
-from selfspec.models.skeleton import read_skeleton
+from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.base import CachedRuntime
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.cache_factory import cache_of
-from selfspec.runtime.compiled_path import CompiledPath, Paths
+from selfspec.runtime.compiled_path import CompiledPath, LeanPath, Paths
 from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
 from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.masks import Masks
 from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
-from selfspec.runtime.paged import BlockTables, PagedCache
+from selfspec.runtime.paged import BlockTables
 from selfspec.runtime.rotary import rotary_tables
-from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.speculation.tree_batch import PlacedDraft, lay_out
-from selfspec.types.draft_path import FULL, DraftPath
+from selfspec.speculation.tree_batch import PlacedDraft
+from selfspec.types.draft_path import FULL
 from selfspec.types.limits import WIDEST_DRAFT
 
-_OF_CACHE = ("cache", "_native", "_eager", "_graphs")  # attributes replaced together with the cache
 WARM_ROWS = 9  # rows of a verification pass up to which passes are captured before a text's rounds
 _GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar length share one allocation
 _CAPTURED = 2**30  # bytes of a cache that captured passes read: all of the context if it needs no more, else this much
 
 
-class Runtime:
-    """A `transformers` model, ready to run in full or along draft paths.
+class LeanRuntime(CachedRuntime):
+    """A runtime that calls the leaf modules of a model of a supported family.
 
     `rows`: the number of sequences that the cache holds. `kernel`: the kernel that multiplies quantised weights (None:
     the fastest kernel on this machine, see `kernel_for`). `blocks`: the number of blocks of a paged KV cache (None: a
@@ -56,9 +53,9 @@ class Runtime:
     no native passes.
     """
 
-    trees = True  # whether drafts may be token trees
-    supports_trained = True  # whether draft paths may use trained weights
-    cache: Cache | PagedCache
+    skeleton: Skeleton
+    _paths: Paths
+    _of_cache = ("cache", "_native", "_eager", "_graphs")
 
     def __init__(
         self,
@@ -85,82 +82,23 @@ class Runtime:
         self._direct = exact and self.device.type == "cpu"
         self._triton = triton_enabled(self.device)  # as for the products and norms of the skeleton
         self._paths = Paths(self.skeleton, self._scaling)
-        self.register_trained, self.unregister_trained, self.part_bytes = (
-            self._paths.register_trained,
-            self._paths.unregister_trained,
-            self._paths.part_bytes,
-        )
-        self.register_int4, self.using_int4 = self._paths.register_int4, self._paths.using_int4
-        self._full = self.compile(FULL)
+        self._full = self._paths.get(FULL)
         self.native = self._full.native is not None and self._min_window is None  # full passes of any length
         self._keys_transposed = self._direct or self._full.native is not None
         self._reset(rows, None if blocks is None else BlockTables(blocks))
         self.native = self.native and self._native is not None
 
-    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """Return another runtime over the same model, with its own cache for `rows` sequences.
-
-        Both runtimes share compiled paths, so that no weight is quantised twice. `blocks`: the number of blocks of a
-        new paged cache. `pool`: the pool of another paged cache, whose block tables the new cache shares.
-        """
-        other = copy.copy(self)
-        other._reset(rows, pool if blocks is None else BlockTables(blocks))
-        return other
-
-    def _reset(self, rows: int, pool: BlockTables | None) -> None:
-        """Allocate an empty cache, and reset all state that belongs to a session."""
-        self.rows, self.pool = rows, pool
-        self.turn_lock = TurnLock()
+    def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         self._has_hooks = False  # whether any module has a hook, which a graph replay would not run
-        if pool is None or self.native:
-            self._allocate(0)
-        if pool is not None and not (self.native and self._native is not None):
+        super()._reset(rows, pool)
+        if pool is not None and self._native is None:
             raise SelfspecError("paged KV cache: this model has no native passes; expected blocks=None")
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._has_hooks = self._recorder is not None and has_hooks(self.skeleton.parts.called())
+
     # -- the cache's life ------------------------------------------------------------------------------------
-
-    @contextmanager
-    def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
-        """Lock the runtime for one caller, which needs `slots` cache slots per row.
-
-        Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
-
-        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
-        """
-        self.turn_lock.acquire()
-        try:
-            for row in range(0 if reuse else self.rows):
-                self.cache.clear(row)
-            self.reserve(slots)
-            self.skeleton.refresh()
-            self._has_hooks = self._recorder is not None and has_hooks(self.skeleton.parts.called())
-            yield
-        finally:
-            self.turn_lock.release()
-
-    def reserve(self, slots: int) -> None:
-        """Grow the cache to at least `slots` slots per row, keeping committed slots. Call within a session.
-
-        Raises `SelfspecError` if memory runs out, or if a paged cache has fewer slots per row. Committed slots are kept
-        after an error, too.
-        """
-        if slots <= self.cache.slots:
-            return
-        if self.pool is not None:
-            raise SelfspecError(f"paged KV cache: {slots} slots requested; expected at most {self.cache.slots}")
-        saved = {name: vars(self)[name] for name in _OF_CACHE if name in vars(self)} if any(self.cache.length) else None
-        try:
-            self._allocate(slots)
-        except BaseException as error:
-            if saved is None:
-                self._allocate(0)  # the runtime stays usable after any error
-            else:
-                vars(self).update(saved)
-            if isinstance(error, RuntimeError):  # torch raises it when memory runs out
-                raise SelfspecError(f"KV cache of {slots} slots per sequence: cannot be allocated ({error})") from error
-            raise
-        if saved is not None:
-            self._static_cache.copy_from(saved["cache"])
 
     def _rounded_up(self, slots: int) -> int:
         """Return the slots per row to allocate for a request of `slots` slots.
@@ -184,17 +122,10 @@ class Runtime:
         assert self._eager is not None
         return self._eager
 
-    @property
-    def _static_cache(self) -> Cache:
-        """The static cache, which eager passes read. Raises `SelfspecError` if the cache is paged."""
-        if isinstance(self.cache, PagedCache):
-            raise SelfspecError("paged KV cache: this pass is not native; expected a native pass or a static cache")
-        return self.cache
-
     @torch.inference_mode(False)  # commits write to these tensors outside a forward
     @torch.no_grad()
     def _allocate(self, slots: int) -> None:
-        for name in _OF_CACHE:  # drop the old cache before the new one is allocated
+        for name in self._of_cache:  # drop the old cache before the new one is allocated
             vars(self).pop(name, None)
         slots = self._rounded_up(slots)
         options = {"keys_transposed": self._keys_transposed, "track_positions": self._min_window is not None}
@@ -250,6 +181,7 @@ class Runtime:
             rows = ALL_ROWS
         batch, n = tokens.shape
         compiled = self._full if path is None else path
+        assert isinstance(compiled, LeanPath)
         slots = positions if slots is None else slots
         self.cache.written(rows, slots)
         native = self._native if batch == 1 and compiled.native is not None and not between else None
@@ -284,28 +216,16 @@ class Runtime:
         compute logits. `path` and `hidden` are as in `forward`.
         """
         compiled = self._full if path is None else path
+        assert isinstance(compiled, LeanPath)
         if self._native is not None and compiled.native is not None and self._min_window is None:
             for row, _, start, _ in placed:
                 self.cache.written(slice(row, row + 1), start)
             return self._native.forward_drafts(compiled, placed, hidden=hidden, logits=logits)
-        wanted: Literal["all"] | None = "all" if logits else None
-        tokens, positions, slots, mask, rows, batch_rows = lay_out(
-            placed, spare=self._static_cache.spare, device=self.device
-        )
-        step = self.forward(
-            tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted, hidden=hidden
-        )
-        if len(placed) == 1:
-            return [step]
-        return [step.part(row, 1 + len(placement.draft)) for row, placement in zip(batch_rows, placed, strict=True)]
+        return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
 
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
-        """Capture what the rounds of a sequence will run, if passes are captured and this has not been done.
-
-        These are draft steps along `path`, and verification passes over up to `WARM_ROWS` tokens that return the hidden
-        states of the layers `hidden`. Call within a session, before any round is timed: the sequence in cache row `row`
-        has `start` committed slots, and the slots after them are overwritten.
-        """
+        """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens."""
+        assert isinstance(path, LeanPath)
         end = start + WARM_ROWS
         graphs = self._graphs if self.rows == 1 and not self._has_hooks else None
         if graphs is None or end > self.cache.slots or not graphs.first_use(path, end):
@@ -314,19 +234,6 @@ class Runtime:
             for n in widths:
                 placed = PlacedDraft(row, 0, start, Draft.chain([0] * (n - 1)))
                 self.forward_drafts([placed], path=compiled, hidden=hidden)
-
-    def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a draft path for `forward`; the same path is compiled only once while it is in use.
-
-        A head over a draft vocabulary copies the vocabulary's rows of the head's weight. Raises `SelfspecError` for
-        layers, tokens and trained weights that the model does not have, and for a draft vocabulary if the head's weight
-        cannot be read (quantised, adapted, offloaded).
-        """
-        return self._paths.get(path)
-
-    def extra_bytes(self, path: DraftPath) -> int:
-        """Return the bytes of memory that a draft path needs in addition to the model."""
-        return self._paths.bytes(path)
 
     @torch.inference_mode()
     def branch(

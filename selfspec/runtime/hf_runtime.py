@@ -1,16 +1,15 @@
 """A runtime over the model's own forward, for causal `transformers` models whose layers have an attention and an MLP.
 
 Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
-the same way. The model reads and writes this cache through the `transformers` cache interface. A sub-layer is skipped
-by an instance-level forward that returns zeros, set for one pass. No class is patched.
+the same way. The model reads and writes this cache through the `transformers` cache interface. Sub-layers are skipped,
+and linears quantised, by forwards that replace those of the modules in one thread for one pass (`module_hooks`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,47 +17,42 @@ from transformers import DynamicCache
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Block
 from selfspec.models.families.common import windows_of
+from selfspec.models.low_precision import Kernel
+from selfspec.models.module_quantizer import quantizer_of, recording_inputs
 from selfspec.models.path_modules import Trained
-from selfspec.models.structure import find_structure, read_outline
+from selfspec.models.structure import Outline, find_structure, read_outline
+from selfspec.runtime.base import CachedRuntime
 from selfspec.runtime.cache import ALL_ROWS, Cache
-from selfspec.runtime.compiled_path import BITS, CompiledPath
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
-from selfspec.runtime.module_hooks import capture_hidden, first_of, skipping
+from selfspec.runtime.hf_paths import GenericPath, GenericPaths
+from selfspec.runtime.module_hooks import capture_hidden, first_of, in_this_thread, replacing
 from selfspec.runtime.paged import BlockTables
-from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.types.draft_path import FULL, DraftPath, Mode
-from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.types.draft_path import FULL
+from selfspec.types.skip import SkipSet
 
 _GROWTH = 256
 _PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
 _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class GenericPath(CompiledPath):
-    """A draft path of a `GenericRuntime`: its skip set, and the token ids `[n]` of its draft vocabulary (None: all)."""
-
-    skip: SkipSet = NOTHING_SKIPPED
-    token_ids: Tensor | None = None
-
-
-class GenericRuntime(Runtime):
+class GenericRuntime(CachedRuntime):
     """A model that is run by its own forward.
 
     `trees`: whether the model honours custom attention masks, as tested on construction. If not, drafts have no
-    branches, and only one sequence is decoded at a time. Quantised drafting is not supported. Raises
+    branches, and only one sequence is decoded at a time. `kernel`: as in `LeanRuntime`. Raises
     `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with this KV cache differ from
     its logits without a cache.
     """
 
-    supports_trained = native = False
-    _native = _min_window = _recorder = _graphs = None
-    _has_hooks = False
+    supports_trained = False
+    skeleton: Outline
+    _paths: GenericPaths
 
-    def __init__(self, model: Any, *, rows: int = 1) -> None:
+    def __init__(self, model: Any, *, rows: int = 1, kernel: Kernel | None = None) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._structure = find_structure(self.model)
         if self.model.get_output_embeddings() is None:
@@ -71,17 +65,18 @@ class GenericRuntime(Runtime):
             nn.Module, int | None
         ] = {}  # length of a sub-layer's output tuple; None: a single tensor
         kv_heads, head_dim = self._shapes()
-        self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
+        self.skeleton = read_outline(self.model, kv_heads, head_dim)
         self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
+        self._paths = GenericPaths(quantizer_of(self.model, self._inputs, kernel), self.skeleton, self._output_lengths)
         self._windows = windows_of(self.model.config, self.layers)
-        self._full = self._full_path = self.compile(FULL)
+        self._full_path = self._paths.get(FULL)
         self._reset(2)
         self.trees = self._checked()
         if rows > 1 and not self.trees:
             raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
         self._reset(rows)
 
-    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
+    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Self:
         """Return another runtime as `Runtime.with_new_cache` does.
 
         Raises `UnsupportedModelError` for several `rows` if the model decodes one sequence at a time.
@@ -108,7 +103,8 @@ class GenericRuntime(Runtime):
         parts = (*self._structure.attention, *self._structure.mlp)
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
-            self.model(torch.tensor([_PROBE], device=device), past_key_values=probe_cache, use_cache=True)
+            with recording_inputs(self.model) as self._inputs:
+                self.model(torch.tensor([_PROBE], device=device), past_key_values=probe_cache, use_cache=True)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:
@@ -166,9 +162,7 @@ class GenericRuntime(Runtime):
     def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         if pool is not None:
             raise SelfspecError("paged KV cache: this model runs by its own forward; expected blocks=None")
-        self.rows, self.pool = rows, None
-        self.turn_lock = TurnLock()
-        self._allocate(0)
+        super()._reset(rows)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -186,37 +180,14 @@ class GenericRuntime(Runtime):
             track_positions=any(window is not None for window in self._windows),
         )
 
-    # -- draft paths -------------------------------------------------------------------------------------------
-
-    def compile(self, path: DraftPath) -> GenericPath:
-        """Compile a draft path as `Runtime.compile` does; what has a quantised mode runs unquantised."""
-        path.check(self.layers)
-        if path.trained is not None:
-            raise SelfspecError(f"draft path: its trained weights {path.trained} are not supported here")
-        vocabulary, words = self.skeleton.identity.vocabulary or 0, None
-        if path.vocabulary is not None:
-            if max(path.vocabulary) >= vocabulary:
-                raise SelfspecError(f"draft vocabulary: expected different tokens from 0 to {vocabulary - 1}")
-            words = torch.tensor(path.vocabulary, device=self.skeleton.device)
-        parts = [f"{part} {i}" for part in ("attention", "mlp") for i in range(self.layers)]
-        low = [part for part, mode in zip(parts, path.modes(self.layers), strict=True) if mode in BITS]
-        low += ["head"] if path.head in BITS else []
-        return GenericPath((), _as_it_is, unquantized=tuple(low), skip=path.skip, token_ids=words)
-
-    def extra_bytes(self, path: DraftPath) -> int:
-        """Return 0, as no path of this runtime has weights of its own."""
-        return 0
-
-    def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
-        """Return 0 for unquantised modes, and None for quantised ones, which are not supported."""
-        return None if mode in BITS else 0
-
     def register_trained(self, name: str, trained: Trained) -> None:
         """Raise `UnsupportedModelError`, as trained paths are not supported."""
         _ = self.skeleton.parts
 
-    def unregister_trained(self, name: str) -> None:
-        """Do nothing, as no trained weights are registered."""
+    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
+        """Raise `UnsupportedModelError`, as a layer runs with its model only."""
+        _ = self.skeleton.parts
+        raise NotImplementedError
 
     # -- the one forward ---------------------------------------------------------------------------------------
 
@@ -257,7 +228,7 @@ class GenericRuntime(Runtime):
             model_kwargs["logits_to_keep"] = 1
         compiled = path if isinstance(path, GenericPath) else self._full_path
         with (
-            skipping(self._skipped(compiled.skip)),
+            replacing(compiled.forwards),
             capture_hidden(self._structure, hidden, between) as (streams, halves),
         ):
             out = self.model(tokens, use_cache=True, return_dict=True, **model_kwargs).logits
@@ -290,7 +261,7 @@ class GenericRuntime(Runtime):
             tuple(i for i in every if (i, "attention") != (index, part)),
             tuple(i for i in every if (i, "mlp") != (index, part)),
         )
-        alone = GenericPath((), _as_it_is, skip=others)
+        alone = self._paths.skipping(others)
         left: list[Tensor] = []
 
         def put(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -300,19 +271,16 @@ class GenericRuntime(Runtime):
             left.append(first_of(out))
 
         layer, tokens = self._structure.layers[index], torch.zeros(x.shape[:2], dtype=torch.long, device=self.device)
-        hooks = [layer.register_forward_pre_hook(put, with_kwargs=True), layer.register_forward_hook(took)]
+        hooks = [
+            layer.register_forward_pre_hook(in_this_thread(put), with_kwargs=True),
+            layer.register_forward_hook(in_this_thread(took)),
+        ]
         try:
             self.forward(tokens, positions, path=alone, slots=slots, mask=mask, rows=rows, logits=None)
         finally:
             for hook in hooks:
                 hook.remove()
         return left[0] - x
-
-    def _skipped(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
-        """Return the sub-layers of a skip set, each with the length of its output tuple (None: a single tensor)."""
-        structure = self._structure
-        parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
-        return [(part, self._output_lengths[part]) for part in parts]
 
     def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Any:
         """Return an additive mask `[B, 1, n, S]`, or a dict of masks by layer type if the model has layer types."""
@@ -329,7 +297,3 @@ class GenericRuntime(Runtime):
         if getattr(self.model.config, "layer_types", None) is None:
             return near
         return {"full_attention": additive(mask), "sliding_attention": near}
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.checker import Scored
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput

@@ -1,46 +1,112 @@
-"""Temporary patches and hooks on a model's modules for one pass, removed even after an error. No class is patched."""
+"""Replaced forwards and hooks of a model's modules for one pass in one thread, removed even after an error.
+
+No class is patched. Another thread that calls the model during the pass gets the model's own forward.
+"""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.models.structure import Structure
+from selfspec.models.structure import Forwards, Structure
+
+
+class _Pass(threading.local):
+    """The calling thread's pass: the forwards that it replaces."""
+
+    forwards: Forwards = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class _Patch:
+    """A module whose forward is replaced: in how many passes, and the forward of the instance before (or None)."""
+
+    passes: int
+    before: Any
+
+
+_pass, _lock = _Pass(), threading.Lock()
+_patches: dict[nn.Module, _Patch] = {}
 
 
 @contextmanager
-def skipping(parts: Sequence[tuple[nn.Module, int | None]]) -> Iterator[None]:
-    """Patch these sub-layers to return zeros; the int is the length of the output tuple (None: a single tensor)."""
-    before: list[tuple[nn.Module, Any]] = []
+def replacing(forwards: Forwards) -> Iterator[None]:
+    """Run `forwards` in place of modules' own forwards in this thread, while the context lasts. Contexts may nest."""
+    before, patched = _pass.forwards, list[nn.Module]()
     try:
-        for part, gives in parts:
-            before.append((part, part.__dict__.get("forward")))
-            part.forward = _zero_forward(part.forward, gives)
+        with _lock:
+            for module in forwards:
+                _patch(module)
+                patched.append(module)
+        _pass.forwards = {**before, **forwards} if before else forwards
         yield
     finally:
-        for part, forward in before:
-            if forward is None:
-                part.__dict__.pop("forward", None)
-            else:
-                part.forward = forward
+        _pass.forwards = before
+        with _lock:
+            for module in patched:
+                _unpatch(module)
 
 
-def _zero_forward(forward: Callable[..., Any], gives: int | None) -> Callable[..., Any]:
-    """Return a forward that outputs zeros, or its argument `residual` if the sub-layer adds the residual (Bloom)."""
-    signature = inspect.signature(forward)
+def _patch(module: nn.Module) -> None:
+    patch = _patches.get(module)
+    if patch is not None:
+        patch.passes += 1
+        return
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _pass.forwards.get(module, own)(*args, **kwargs)
+
+    _patches[module] = _Patch(1, module.__dict__.get("forward"))
+    module.__dict__["forward"] = forward
+
+
+def _unpatch(module: nn.Module) -> None:
+    patch = _patches[module]
+    patch.passes -= 1
+    if patch.passes:
+        return
+    del _patches[module]
+    if patch.before is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = patch.before
+
+
+def zero_forward(module: nn.Module, outputs: int | None) -> Callable[..., Any]:
+    """Return a forward for `module` that outputs zeros, or its argument `residual` if it adds the residual (Bloom).
+
+    `outputs`: the length of the module's output tuple (None: a single tensor).
+    """
+    signature = inspect.signature(module.forward)
 
     def nothing(*args: Any, **kwargs: Any) -> Any:
         x = signature.bind(*args, **kwargs).arguments.get("residual")
         if x is None:
             x = torch.zeros_like(args[0] if args else kwargs["hidden_states"])
-        return x if gives is None else (x, *[None] * (gives - 1))
+        return x if outputs is None else (x, *[None] * (outputs - 1))
 
     return nothing
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing when another thread calls the module."""
+    owner = threading.get_ident()
+
+    @wraps(hook)
+    def own(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == owner else None
+
+    return own
 
 
 @contextmanager
@@ -74,10 +140,12 @@ def capture_hidden(
         streams[last] = first_of(out).clone()
 
     layers = {index for index in (*hidden, *between) if index < last}
-    hooks = [structure.layers[i].register_forward_pre_hook(entering(i), with_kwargs=True) for i in layers]
-    hooks += [structure.attention[i].register_forward_hook(added(i)) for i in between]
+    hooks = [
+        structure.layers[i].register_forward_pre_hook(in_this_thread(entering(i)), with_kwargs=True) for i in layers
+    ]
+    hooks += [structure.attention[i].register_forward_hook(in_this_thread(added(i))) for i in between]
     if last in hidden:
-        hooks.append(structure.layers[-1].register_forward_hook(left))
+        hooks.append(structure.layers[-1].register_forward_hook(in_this_thread(left)))
     try:
         yield streams, halves
     finally:

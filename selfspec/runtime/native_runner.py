@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.cache import Cache
-from selfspec.runtime.compiled_path import CompiledPath
+from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.native_bindings import ROWS, NativeBatch
 from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.forward_output import ForwardOutput, joined
@@ -29,7 +29,7 @@ class NativeRunner:
 
     def forward(
         self,
-        compiled: CompiledPath,
+        compiled: LeanPath,
         tokens: Tensor,
         positions: int | Tensor,
         slots: int | Tensor,
@@ -63,7 +63,7 @@ class NativeRunner:
         return ForwardOutput(head(normed[0 if logits == "all" else n - 1 :]).unsqueeze(0), hidden_streams)
 
     def forward_drafts(
-        self, compiled: CompiledPath, placed: Sequence[PlacedDraft], *, hidden: Sequence[int], logits: bool
+        self, compiled: LeanPath, placed: Sequence[PlacedDraft], *, hidden: Sequence[int], logits: bool
     ) -> list[ForwardOutput]:
         """Run `Runtime.forward_drafts`; each draft's output is bitwise equal to that of a pass over the draft alone."""
         ids: list[int] = []
@@ -89,7 +89,7 @@ class NativeRunner:
         ]
 
     def _run(
-        self, compiled: CompiledPath, tokens: Tensor, batch: NativeBatch, hidden: Sequence[int], logits: bool
+        self, compiled: LeanPath, tokens: Tensor, batch: NativeBatch, hidden: Sequence[int], logits: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """Return the head's input `[n, D]` of tokens `[1, n]` (None unless `logits`), and the inputs of `hidden`."""
         assert compiled.native is not None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.models.linears import Call
 from selfspec.models.shards import check_unsharded
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.cache import ALL_ROWS, Cache, Move
 from selfspec.runtime.compiled_path import CompiledPath
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.paged import BlockTables
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import DraftPath
@@ -136,7 +137,7 @@ def check_runtime_unsharded(runtime: Runtime, what: str) -> None:
     check_unsharded(runtime.model, what)
 
 
-class LeadingRuntime(Runtime):
+class LeadingRuntime(LeanRuntime):
     """The first process's runtime: all other processes run each pass and each cache move too, on their own shards."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
@@ -146,10 +147,9 @@ class LeadingRuntime(Runtime):
         self.skeleton = replace(self.skeleton, embed=_in_passes(self.skeleton.embed, team))
         weakref.finalize(self, team.end)
 
-    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
+    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Self:
         """Return another runtime with a new KV cache, created in all processes."""
         other = super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
-        assert isinstance(other, LeadingRuntime)
         other._number = next(self._team.numbers)
         other._enqueue_moves()
         self._team.enqueue("with_new_cache", other._number, rows)
@@ -262,7 +262,7 @@ class Follower:
     """The command loop of a process whose rank is not 0: the process runs its share of each command."""
 
     def __init__(self, model: Any, team: WorkerGroup) -> None:
-        self._team, self._first = team, Runtime(model)
+        self._team, self._first = team, LeanRuntime(model)
         self._runtimes = {0: self._first}
         self._paths: dict[int, CompiledPath] = {}
         self._handlers: dict[str, Callable[..., object]] = {

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.path_modules import Bridge, Trained
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
-from selfspec.runtime.forward import Runtime
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath

@@ -25,7 +25,8 @@ from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.options import Loss
 from selfspec.training.path_learner import LOSSES, PLACES
 from selfspec.training.texts import TrainingText
@@ -168,7 +169,7 @@ def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, P
     """
     folder = out / "distill"
     write_model(learner.student, llm.tokenizer, folder)
-    student, plain = Runtime(learner.student), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
+    student, plain = LeanRuntime(learner.student), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     ways: dict[Literal["int8"] | None, DraftPath] = {
         None: FULL,
         "int8": DraftPath.from_modes(["int8"] * (2 * student.layers), head="int8"),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 
 class LastLogits:

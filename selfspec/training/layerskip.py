@@ -19,7 +19,8 @@ from selfspec.models.families import parts_of
 from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.distill import CONTEXT, REPEATS, DistillLearner, drafted_layers, write_model
 from selfspec.training.options import Loss
 from selfspec.training.texts import TrainingText
@@ -147,7 +148,7 @@ def write_layerskip(
     }
     folder, profile = out / "layerskip", out / "layerskip.yaml"
     write_model(learner.student, llm.tokenizer, folder)
-    runtime = Runtime(learner.student)
+    runtime = LeanRuntime(learner.student)
     ways: tuple[Literal["full", "int8"], ...] = ("full", "int8")
     paths = [early_exit(runtime.layers, learner.exit, mode) for mode in ways]
     path = min(paths, key=lambda variant: forward_seconds(runtime, CONTEXT, repeats=REPEATS, path=variant))

@@ -14,7 +14,7 @@ from selfspec.draft_modules.decoder_head import LayerShape
 from selfspec.draft_modules.heads import head_rows, make_part_file
 from selfspec.draft_modules.mlp_heads import Hydra, Medusa, MlpSpeculatorNet, Steps
 from selfspec.draft_modules.module_files import PartFile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.training.last_logits import LastLogits
 from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
 from selfspec.training.texts import TrainingText

@@ -12,7 +12,7 @@ from selfspec.draft_modules.heads import head_rows
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.draft_modules.path_files import path_part
 from selfspec.models.path_modules import Trained
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.training.last_logits import LastLogits
 from selfspec.training.options import Loss
 from selfspec.training.path_net import PathNet

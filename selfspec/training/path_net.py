@@ -19,8 +19,8 @@ from selfspec.models.families.base import SubLayer
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import Bits, is_quantizable, quantize
 from selfspec.models.path_modules import Bridge, Trained, Update
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import BITS
-from selfspec.runtime.forward import Runtime
 from selfspec.types.draft_path import DraftPath, Mode
 
 SMALL = 0.02  # standard deviation of the initial `down`; `up` starts at 0

@@ -18,7 +18,7 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile, bring_int4
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.training.bridges import agreement, fit_bridges
 from selfspec.training.making import TrainingCallbacks
 from selfspec.training.options import Kind, TrainOptions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind, write_bytes
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.training.texts import TrainingText
 
 _log = logging.getLogger("selfspec")

@@ -20,7 +20,7 @@ from torch import Tensor
 from selfspec.basics.files import files_in, kind, write_bytes
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.engine import Engine
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler

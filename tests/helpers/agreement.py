@@ -11,7 +11,7 @@ from models import run
 from scipy import stats
 from torch import Tensor
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Draft

@@ -40,7 +40,8 @@ from selfspec.models.low_precision import fake
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import StoreProposer
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.confidence import Confidence
 from selfspec.types.draft_path import DraftPath
@@ -88,7 +89,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         "hidden head": HiddenHead,
         "lockstep": Lockstep,
         "staged": lambda runtime: Staged(
-            Runtime(_model(vocabulary, 2, 3), rows=runtime.rows), RandomTree(vocabulary, (2, 1)), depth=3
+            LeanRuntime(_model(vocabulary, 2, 3), rows=runtime.rows), RandomTree(vocabulary, (2, 1)), depth=3
         ),
         "draft model": lambda runtime: ModelDrafter(
             runtime, _other(vocabulary, 1, 3), StaticThreshold(0.2, 4), candidates=2
@@ -206,7 +207,7 @@ def _model(vocabulary: int, layers: int, seed: int):
 
 
 def _other(vocabulary: int, layers: int, seed: int) -> Runtime:
-    return Runtime(_model(vocabulary, layers, seed), kernel=fake)
+    return LeanRuntime(_model(vocabulary, layers, seed), kernel=fake)
 
 
 @lru_cache

@@ -9,7 +9,7 @@ import torch
 from selfspec.draft_modules.heads import Head
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.draft_modules.registry import make_head
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.training.learner import Learner
 from selfspec.training.texts import layers_of
 

@@ -12,7 +12,7 @@ from wants import reason
 from selfspec.models.layout import LAYOUTS, WIDTHS, Times, layout_times
 from selfspec.models.loading import load_model
 from selfspec.models.native_library import available
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 
 HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())
 HAS_NATIVE = available()

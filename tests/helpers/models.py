@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.loop import decode
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.rules import Rule, find_rule

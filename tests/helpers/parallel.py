@@ -31,7 +31,7 @@ from selfspec.llm.options import Options
 from selfspec.profile.choosing import choose_profile
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.controllers import Controller
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.types.skip import SkipSet
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from selfspec.proposers.base import Proposal
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome

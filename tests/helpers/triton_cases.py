@@ -36,7 +36,8 @@ from selfspec.models.low_precision import fake, quantize
 from selfspec.models.triton_kernels.attention import decode_attention
 from selfspec.models.triton_kernels.elementwise import partner_of, rms_norm, rope_and_write
 from selfspec.models.triton_kernels.products import TritonProduct
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import DraftPath
@@ -221,11 +222,11 @@ def passes(models: dict, dtype: torch.dtype, error: float, *, joined: bool = Fal
         if joined:
             join_all_(model)
         os.environ["SELFSPEC_TRITON"] = "0"
-        theirs = Runtime(model, rows=2)
+        theirs = LeanRuntime(model, rows=2)
         assert not theirs._eager_runner.reads_lengths
         os.environ["SELFSPEC_TRITON"] = "1"
         for recorder in (None, Rerun()):
-            ours = Runtime(model, rows=2, recorder=recorder)
+            ours = LeanRuntime(model, rows=2, recorder=recorder)
             assert ours._eager_runner.reads_lengths, name
             _compare(ours, theirs, tokens_for(model, rows=2, n=80), error)
             if recorder is not None:
@@ -275,7 +276,7 @@ def draft_paths() -> None:
     join_all_(model)
     modes = ["int4", "int8", "skip", "full", "int8", "int4", "int4", "int8"]
     path = DraftPath.from_modes(modes, head="int8")
-    ours, theirs = (Runtime(model, kernel=kernel) for kernel in (triton, fake))
+    ours, theirs = (LeanRuntime(model, kernel=kernel) for kernel in (triton, fake))
     tokens = tokens_for(model, n=12)
     with ours.session(32), theirs.session(32):
         for start, width in ((0, 8), (8, 1), (9, 3)):
@@ -329,7 +330,7 @@ def nodes() -> None:
                     GridExecutor.__call__ = LAUNCH
                     return step, lambda: None
 
-            runtime = Runtime(model, recorder=Counted())
+            runtime = LeanRuntime(model, recorder=Counted())
             with runtime.session(20):
                 runtime.forward(torch.ones(1, width, dtype=torch.long), 0)
             counts[layers, width] = counting.count

@@ -23,7 +23,8 @@ from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model
 from selfspec.models.widen import widen
 from selfspec.profile import find_profile_file
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
@@ -59,7 +60,7 @@ def main() -> None:
             model = widen(model, widened)
         apply_layout_(model, "rows", drafting=True)
         profile = find_profile_file(builtin.PROFILE)
-        alone, together = Runtime(model), Runtime(model, rows=given.rows)
+        alone, together = LeanRuntime(model), LeanRuntime(model, rows=given.rows)
         llm = selfspec.wrap(model, tokenizer, profile="none", name="builtin")
         prompts = [llm.encode(prompt) for prompt in builtin.prompts("heldout")[: given.rows]]
         for name in ("plain", "layer skip"):

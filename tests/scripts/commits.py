@@ -50,7 +50,7 @@ except ImportError:  # before the rooms were renamed
     from selfspec.model.loading import load_model
     from selfspec.model.widen import widen
 from selfspec.profile import find_profile_file
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -69,7 +69,7 @@ def rounds_of(drafter_of):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
                          num_key_value_heads=1, max_position_embeddings=8192, eos_token_id=None, bos_token_id=None)
-    runtime = Runtime(AutoModelForCausalLM.from_config(config).eval())
+    runtime = LeanRuntime(AutoModelForCausalLM.from_config(config).eval())
     def run(prompt, options):
         sampler = Sampler()
         seq = SequenceState([1, 2], 4000, sampler)

@@ -19,7 +19,8 @@ from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.loop import decode
 from selfspec.measure.cost_fitting import measure_path_costs
 from selfspec.models.layout import apply_layout_
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
@@ -65,7 +66,7 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config).eval()
     layout = apply_layout_(model, drafting=True)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     half = tuple(range(1, options.layers, 2))
     skip = SkipSet(half, half)
     plain = text(runtime, PlainDrafter())

@@ -31,7 +31,7 @@ from selfspec.measure.timing import conditions, interleave, method
 from selfspec.models.layout import apply_layout_
 from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath

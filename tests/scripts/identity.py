@@ -56,7 +56,8 @@ from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
@@ -100,7 +101,7 @@ def target(name: str) -> Target:
     if name in FAMILY_CONFIGS:
         model, draw = tiny(FAMILY_CONFIGS[name]), random.Random(name)
         prompts = [draw.choices(range(61), k=draw.randrange(1, 20)) for _ in range(40)]
-        return Target(Runtime(model, kernel=fake), Runtime(model, rows=ROWS, kernel=fake), prompts, 60)
+        return Target(LeanRuntime(model, kernel=fake), LeanRuntime(model, rows=ROWS, kernel=fake), prompts, 60)
     llm = selfspec.load(name, profile="none", dtype="float64")
     texts = builtin.prompts("heldout")
     prompts = [llm.encode(text) for text in (texts if name == "builtin" else texts[:40])]

@@ -31,7 +31,8 @@ from selfspec.draft_modules import int4_quantization
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
 from selfspec.models.low_precision import QuantizedWeight, fake
 from selfspec.models.quantizers import InputMoments, quantize_int4
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.text.prompt_files import read_prompts
 from selfspec.types.draft_path import DraftPath
 
@@ -129,7 +130,7 @@ def main() -> None:
         texts = read_prompts(given.held_out).texts[: given.prompts]
         held = [llm.encode(fit_prompt(llm, text, 512, chat=takes_messages(llm))) for text in texts]
     answers = continue_prompts(llm, held, DecodingSettings(given.tokens))
-    runtime, layers = Runtime(llm.model, kernel=fake), llm.runtime.layers
+    runtime, layers = LeanRuntime(llm.model, kernel=fake), llm.runtime.layers
     int8 = DraftPath.from_modes(["int8"] * (2 * layers), head="int8")
     print(f"int8: {agreement(runtime, int8, answers)}", flush=True)
     int4 = DraftPath.from_modes(["int4"] * (2 * layers), head="int8")

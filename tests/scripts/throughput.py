@@ -34,7 +34,7 @@ from selfspec.llm.batch import Batch
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.llm.prompt_encoding import encode
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.text.prompt_files import read_prompts
 
 Done = tuple[list[list[int]], float, list[float], str]  # texts, seconds, each text's, and what is said of it

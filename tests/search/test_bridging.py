@@ -17,7 +17,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile, write_profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 
@@ -29,7 +29,7 @@ PATH = DraftPath.skipping([14], [14])  # of the built-in model
 @pytest.fixture(scope="module")
 def texts():
     """What bridges are fitted to: other texts than are replayed."""
-    runtime = Runtime(small(vocabulary=64, layers=4))
+    runtime = LeanRuntime(small(vocabulary=64, layers=4))
     return [[i, *plain(runtime, [i], 40)] for i in range(12)]
 
 
@@ -37,7 +37,7 @@ def texts():
 def replay():
     model = small(vocabulary=64, layers=4)
     prompts = [[21, 2, 3], [24, 5], [37], [33, 3, 9, 1, 0, 2]]
-    done = [TargetText((*p, *plain(Runtime(model), p, 24)), len(p), 24) for p in prompts]
+    done = [TargetText((*p, *plain(LeanRuntime(model), p, 24)), len(p), 24) for p in prompts]
     with Replay(model, done, depth=3) as replay:
         yield replay
 

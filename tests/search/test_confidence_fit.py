@@ -13,7 +13,7 @@ from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
 
 from selfspec.controllers import FixedK
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.confidence import PROBABILITY
 from selfspec.types.draft_path import DraftPath
 
@@ -71,7 +71,9 @@ def test_log_loss():
 @pytest.fixture(scope="module")
 def replay():
     model = small(vocabulary=64)
-    texts = [TargetText((*p, *plain(Runtime(model), p, 40)), len(p), 40) for p in ([1, 2, 3], [4, 5], [7], [3, 3, 9])]
+    texts = [
+        TargetText((*p, *plain(LeanRuntime(model), p, 40)), len(p), 40) for p in ([1, 2, 3], [4, 5], [7], [3, 3, 9])
+    ]
     with Replay(model, texts, depth=3) as replay:
         yield replay
 
@@ -86,7 +88,7 @@ def test_features_are_the_drafts_own(replay):
     odds, gap, right = features(traces[PROBABILITY], traces[GAP])
     assert len(odds) == len(gap) == len(right) == sum(len(trace.runs) - 1 for trace in traces[GAP])
     model = replay._runtime.model
-    text, runtime = replay.texts[0], Runtime(model)
+    text, runtime = replay.texts[0], LeanRuntime(model)
     with runtime.session(len(text.tokens)):
         ids = torch.tensor([text.tokens[: text.prompt_length]])
         runtime.forward(ids[:, :-1], 0, logits=None)

@@ -15,7 +15,7 @@ from selfspec.search.target_text import TargetText
 import selfspec
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.text.token_counts import frequent
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
@@ -34,7 +34,7 @@ def costs(head):
 def replay():
     model = small(vocabulary=64)
     prompts = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
-    texts = [TargetText((*p, *plain(Runtime(model), p, 16)), len(p), 16) for p in prompts]
+    texts = [TargetText((*p, *plain(LeanRuntime(model), p, 16)), len(p), 16) for p in prompts]
     with Replay(model, texts, depth=3) as replay:
         yield replay
 

@@ -11,7 +11,7 @@ from selfspec.search.budget import SHARES, Budget
 from selfspec.search.continuations import FEWEST
 from selfspec.search.forecast import TEXTS, TRIALS, Pace, SearchTask, fit_to_budget, forecast_summary
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 PACE = Pace(step=0.03, row=0.0016)
 TASK = SearchTask(prompts=(70,) * 8, eval_prompts=(70,) * 8, max_new_tokens=64, variables=60, trials=40)
@@ -110,7 +110,7 @@ def test_a_pace_is_timed(context):
     """On a real clock, whatever it says; also where the model's context leaves little room."""
     model = small()
     model.config.max_position_embeddings = 48
-    pace = Pace.from_runtime(Runtime(model), context)
+    pace = Pace.from_runtime(LeanRuntime(model), context)
     assert math.isfinite(pace.step)
     assert pace.step > 0
     assert pace.row >= 0

@@ -22,7 +22,7 @@ from selfspec.models.low_precision import fake
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.costs import CostModel
@@ -50,7 +50,7 @@ COSTS = CostModel(
 
 @pytest.fixture(scope="module")
 def runtime(llm64):
-    return Runtime(llm64.model, kernel=fake)
+    return LeanRuntime(llm64.model, kernel=fake)
 
 
 def texts_of(llm64, runtime, seeds):

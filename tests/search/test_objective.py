@@ -11,7 +11,7 @@ from selfspec.controllers import FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.identity import Identity
@@ -35,7 +35,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def texts(model):
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     return [TargetText((*p, *plain(runtime, p, 16)), len(p), 16) for p in PROMPTS]
 
 
@@ -43,7 +43,7 @@ def test_a_prediction_is_the_price_of_real_rounds(model, texts):
     skip, controller = SkipSet((1,), (2,)), FixedK(3)
     with Replay(model, texts, depth=3) as replay:
         predicted = predict(replay, profile(skip, "fixed", k=3))
-    drafter = LayerSkipDrafter(Runtime(model), skip, controller)
+    drafter = LayerSkipDrafter(LeanRuntime(model), skip, controller)
     seconds = prefill = 0.01 * sum(map(len, PROMPTS))
     tokens = 0
     for prompt in PROMPTS:

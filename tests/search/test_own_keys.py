@@ -24,7 +24,7 @@ from selfspec.drafters import PlainDrafter
 from selfspec.profile.draft_spec import LayerSkipSpec, PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.costs import CostModel
 from selfspec.types.identity import Identity
@@ -61,7 +61,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def runtime(model):
-    return Runtime(model)
+    return LeanRuntime(model)
 
 
 def texts_of(runtime, **options):
@@ -199,7 +199,7 @@ def test_a_prediction_includes_what_the_draft_reads(model, texts):
     profile = Profile(model=Identity(layers=3), draft=LayerSkipSpec.from_path(skip, controller.spec()), costs=COSTS)
     with Replay(model, texts, depth=3, own_keys=True) as replay:
         predicted = predict(replay, profile)
-    drafter = PrunedModel(Runtime(model), skip, controller)
+    drafter = PrunedModel(LeanRuntime(model), skip, controller)
     outcomes = [o for prompt in PROMPTS for o in run(drafter.runtime, drafter, prompt, ROOM)[1]]
     tokens, prompts, step = ROOM * len(PROMPTS), sum(map(len, PROMPTS)), 0.1 + 2 * 0.1 + 2 * 0.1
     seconds = sum(0.05 + o.draft.depth * step + 1 + 0.1 * o.draft.depth for o in outcomes)

@@ -24,7 +24,7 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticT
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.loop import decode
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -104,7 +104,7 @@ def test_a_share_is_the_beginning_of_the_whole(llm64, texts):
 
 
 def small_texts(model, prompts, room, **options):
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     ends = runtime.skeleton.ends
     made = []
     for prompt in prompts:
@@ -120,7 +120,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [7], [3, 3, 9, 1, 0, 2]]
 def test_texts_that_end_by_themselves(candidates):
     """End-of-sequence tokens among the text's, the draft's and the candidates'."""
     model = small()
-    text = plain(Runtime(model), PROMPTS[0], 20)
+    text = plain(LeanRuntime(model), PROMPTS[0], 20)
     model.generation_config.eos_token_id = [text[9], text[14]]
     runtime, texts = small_texts(model, PROMPTS, 20)
     assert min(text.num_new_tokens for text in texts) < 20
@@ -186,7 +186,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
     exactly: the first confidence, and how many.
     """
     model = small(vocabulary=3, layers=2)
-    runtime, prompt, room = Runtime(model), [1, 2], 3
+    runtime, prompt, room = LeanRuntime(model), [1, 2], 3
     controller = StaticThreshold(0.4, 2)
     drafter = kind(runtime, skip, controller, candidates=candidates)
 
@@ -239,7 +239,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
 def test_counts_under_shared_noise_are_those_of_real_decoding(candidates):
     """Rule match, in float64, with seeds: round by round."""
     model = small(vocabulary=40)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     texts = []
     for seed, prompt in enumerate(PROMPTS):
         new, _ = run(runtime, PlainDrafter(), prompt, 16, sampler=Sampler(temperature=0.9, seed=seed))
@@ -327,7 +327,7 @@ def test_a_draft_vocabulary_is_replayed_as_it_is_decoded(llm64, texts):
 
 def test_paths_in_few_bits_are_replayed_as_they_are_decoded(llm64, texts):
     """Exactly, where products are exact; whatever is told of the drafted tokens."""
-    runtime = Runtime(llm64.model, kernel=fake)
+    runtime = LeanRuntime(llm64.model, kernel=fake)
     for seed in range(3):
         path = random_path(seed, llm64.runtime.layers, words=4096)
         told = Confidence(bias=1.0, probability=0.5 * (seed != 1), gap=0.7)

@@ -8,7 +8,7 @@ from selfspec.search.space import Space
 from selfspec.search.target_text import TargetText
 from selfspec.search.warm_starts import by_cosines, every_second, first_k, likely, mostly_int4, programme
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import MODES, DraftPath
 from selfspec.types.skip import SkipSet
@@ -20,7 +20,7 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def replay():
     model = small(layers=LAYERS)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     texts = [TargetText((*p, *plain(runtime, p, 6)), len(p), 6) for p in prompts]
     with Replay(model, texts, depth=2) as replay:
@@ -79,7 +79,7 @@ def test_streams_are_the_whole_models(replay):
     assert streams.real.tolist() == [[True] * 4] * 3
     for row, text in enumerate(replay.texts):
         runtime = replay._runtime
-        fresh = Runtime(runtime.model)
+        fresh = LeanRuntime(runtime.model)
         with fresh.session(len(text.tokens)):
             step = fresh.forward(
                 torch.tensor([text.tokens]), 0, hidden=range(LAYERS + 1), between=range(LAYERS), logits=None
@@ -116,7 +116,7 @@ def test_the_programme_skips_what_does_nothing():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.zero_()
         model.model.layers[2].self_attn.o_proj.weight.zero_()
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     texts = [TargetText((*p, *plain(runtime, p, 6)), len(p), 6) for p in ([1, 2, 3], [4, 5])]
     space = Space(LAYERS)
     with Replay(model, texts, depth=2) as replay:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from selfspec.models.families.base import Workspace
@@ -77,20 +78,34 @@ class ExpertParts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertProducts:
+    """Quantised experts: `products` are each expert's fused gate and up, and its down projection."""
+
+    gated_activation: Call
+    products: Sequence[tuple[Call, Call]]
+
+    def add(self, base: Tensor, x: Tensor, weights: Tensor, chosen: Tensor) -> None:
+        """Add to `base` `[N, D]` the output of the experts for `x` `[N, D]`; only the weights of chosen ones are read.
+
+        `chosen` `[N, k]` are the experts of each row, and `weights` `[N, k]` the factors of their outputs.
+        """
+        for number in torch.unique(chosen).tolist():
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            into, onto = self.products[number]
+            made = onto(self.gated_activation(into(x[row]).to(x.dtype))) * weights[row, place].unsqueeze(1)
+            base.index_add_(0, row, made.to(base.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedExperts:
-    """A router with quantised experts: `products` are each expert's fused gate and up, and its down projection."""
+    """A router with quantised experts."""
 
     norm: Norm
     router: Callable[[Tensor], Any]
-    gated_activation: Call
-    products: Sequence[tuple[Call, Call]]
+    experts: ExpertProducts
 
     def run(self, work: Workspace) -> None:
         """Add the output of the chosen experts to the residual stream."""
         x = self.norm(work.stream, work.stream_with_eps, work.normed)
         _, weights, chosen = self.router(x)
-        for number in chosen.unique().tolist():
-            row, place = (chosen == number).nonzero(as_tuple=True)
-            into, onto = self.products[number]
-            made = onto(self.gated_activation(into(x[row]).to(x.dtype))) * weights[row, place].unsqueeze(1)
-            work.stream.index_add_(0, row, made.to(work.stream.dtype))
+        self.experts.add(work.stream, x, weights, chosen)

@@ -14,7 +14,7 @@ from selfspec.models.kernels import BY_DEVICE, KERNELS
 from selfspec.models.layout import join_all_
 from selfspec.models.loading import load_model
 from selfspec.models.widen import widen
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
 from selfspec.types.draft_path import DraftPath, Mode
 
 CONTEXT = 8192  # positions of a widened model

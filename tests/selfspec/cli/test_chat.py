@@ -18,7 +18,7 @@ import selfspec
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.identity import Identity
 
@@ -248,7 +248,7 @@ class TestTyped:
 
     def test_ctrl_c_before_the_first_token(self, typed, say, monkeypatch):
         """The message is not kept, and the chat goes on as if it had not been said."""
-        forward, calls = Runtime.forward, []
+        forward, calls = LeanRuntime.forward, []
 
         def interrupted(*given, **options):
             calls.append(1)
@@ -257,7 +257,7 @@ class TestTyped:
             return forward(*given, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Runtime, "forward", interrupted)
+            patch.setattr(LeanRuntime, "forward", interrupted)
             code, out, err, _ = typed(TEXTS[1], TEXTS[0])
         assert "interrupted before the answer began: the message is not kept\n" in err
         assert (code, out) == (0, "\n" + say(TEXTS[:1])[1])

@@ -1041,9 +1041,9 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, monkeypatch, old_trials, n
     config = json.loads((lacking / "config.json").read_text())
     (lacking / "config.json").unlink()
     (lacking / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 17}))
-    from selfspec.runtime.forward import Runtime
+    from selfspec.runtime.forward import LeanRuntime
 
-    monkeypatch.setattr(Runtime, "forward", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(LeanRuntime, "forward", lambda *_, **__: pytest.fail("work was done"))
     args, message = WRONG[name]
     before = sorted(tmp_path.iterdir())
     code, out, err = cli(*args)

@@ -11,7 +11,7 @@ from models import small
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.draft_modules.registry import HEADS, make_head
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.texts import layers_of
 
 WORDS = (0, 1, 2, 4, 5, 8, 9)
@@ -20,7 +20,7 @@ DEPTH = 3
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(11, seed=2))
+    return LeanRuntime(small(11, seed=2))
 
 
 @pytest.fixture(params=HEADS)
@@ -111,7 +111,7 @@ def test_more_room_keeps_what_was_read(runtime, kind):
 
 
 def test_rows_are_apart(kind):
-    runtime = Runtime(small(11, seed=2), rows=2)
+    runtime = LeanRuntime(small(11, seed=2), rows=2)
     tokens, streams = pairs(runtime, 6)
     head = ready(runtime, kind)
     read = read_by(head, streams)

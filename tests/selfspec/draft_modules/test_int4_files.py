@@ -23,7 +23,7 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import bring_int4
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
@@ -34,7 +34,7 @@ PATH = DraftPath.from_modes(["int4"] * 8)
 def runtime():
     config = copy.deepcopy(CONFIGS["llama"])
     config.intermediate_size = 64
-    return Runtime(tiny(config, dtype=torch.float32))
+    return LeanRuntime(tiny(config, dtype=torch.float32))
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_profile_brings_its_weights_and_drafts_with_them(runtime, file, tmp_pa
         mine, nearest = (runtime.forward(tokens, 0, path=runtime.compile(path)).logits for path in (drafter.path, PATH))
     assert not torch.equal(mine, nearest)
     for prompt in ([5, 3], [8, 1, 30]):
-        assert run(runtime, drafter, prompt, 24)[0] == plain(Runtime(runtime.model), prompt, 24)
+        assert run(runtime, drafter, prompt, 24)[0] == plain(LeanRuntime(runtime.model), prompt, 24)
 
 
 def test_a_profile_with_another_file_is_refused(runtime, file):

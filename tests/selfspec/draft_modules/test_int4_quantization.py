@@ -18,7 +18,7 @@ from selfspec.draft_modules.int4_quantization import int4_settings, layers_folde
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.low_precision import fake
 from selfspec.models.quantizers import InputMoments, quantize_int4
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import DraftPath
 
 TEXTS = [[5, 3, 8, 1, 30, 2, 2, 17, 40, 6, 9, 11, 33], [8, 1, 30], [7]]
@@ -40,8 +40,10 @@ def written(runtime, file, method="weighted", *, texts=TEXTS, group=64, **option
 def test_moments_are_those_of_the_inputs_in_every_family(name, tmp_path, monkeypatch):
     """As hooks on the modules see them in transformers' own passes; experts are left out."""
     model = tiny(FAMILY_CONFIGS[name])
-    groups = [(i, g) for i, layer in enumerate(Runtime(model).skeleton.parts.layers) for g in range(len(layer.groups))]
-    linears = [group.modules[0] for layer in Runtime(model).skeleton.parts.layers for group in layer.groups]
+    groups = [
+        (i, g) for i, layer in enumerate(LeanRuntime(model).skeleton.parts.layers) for g in range(len(layer.groups))
+    ]
+    linears = [group.modules[0] for layer in LeanRuntime(model).skeleton.parts.layers for group in layer.groups]
     expected = [InputMoments.zeros(linear.in_features, torch.device("cpu"), products=True) for linear in linears]
     handles = [
         linear.register_forward_pre_hook(lambda _, args, own=own: own.add(args[0].flatten(0, -2)))
@@ -59,7 +61,7 @@ def test_moments_are_those_of_the_inputs_in_every_family(name, tmp_path, monkeyp
         return quantize_int4(weight, method, moments, group=group)
 
     monkeypatch.setattr(int4_quantization, "quantize_int4", watched)
-    file = written(Runtime(model), tmp_path / "x.safetensors", "gptq")
+    file = written(LeanRuntime(model), tmp_path / "x.safetensors", "gptq")
     assert list(file.shapes) == groups
     assert len(seen) == len(expected)
     for mine, theirs in zip(seen, expected, strict=True):
@@ -73,7 +75,7 @@ def test_moments_are_those_of_the_inputs_in_every_family(name, tmp_path, monkeyp
 def test_a_path_runs_with_the_weights_of_the_file(method, group, tmp_path):
     """As a model with these weights does; other sub-layers, and the head, are rounded as before."""
     model = model_of()
-    runtime = Runtime(model, kernel=fake)
+    runtime = LeanRuntime(model, kernel=fake)
     file = written(runtime, tmp_path / "x.safetensors", method, group=group)
     path = DraftPath.from_modes(["int4", "full", "skip", "int8", "int4", "int4", "full", "int4"], head="int8")
     named = replace(path, int4_weights="file")
@@ -82,13 +84,13 @@ def test_a_path_runs_with_the_weights_of_the_file(method, group, tmp_path):
     runtime.register_int4("file", file)
     other = copy.deepcopy(model)
     for index, part in ((0, "attention"), (0, "mlp"), (1, "mlp"), (3, "mlp")):
-        layer = Runtime(other).skeleton.parts.layers[index]
+        layer = LeanRuntime(other).skeleton.parts.layers[index]
         for own in layer.groups_of(part):
             weight, start = file.get(index, layer.groups.index(own)).weight(torch.float64), 0
             for module in own.modules:
                 module.weight.data = weight[start : start + module.out_features]
                 start += module.out_features
-    theirs, tokens = Runtime(other, kernel=fake), torch.tensor([TEXTS[0]])
+    theirs, tokens = LeanRuntime(other, kernel=fake), torch.tensor([TEXTS[0]])
     full_int4 = replace(path, int4=DraftPath().int4)
     with runtime.session(16), theirs.session(16):
         mine = runtime.forward(tokens, 0, path=runtime.compile(named)).logits
@@ -105,7 +107,7 @@ def test_a_path_runs_with_the_weights_of_the_file(method, group, tmp_path):
 
 
 def test_paths_that_name_no_weights_use_those_of_the_context(tmp_path):
-    runtime = Runtime(model_of(), kernel=fake)
+    runtime = LeanRuntime(model_of(), kernel=fake)
     runtime.register_int4("file", written(runtime, tmp_path / "x.safetensors"))
     path = DraftPath.from_modes(["int4"] * 8)
     other = DraftPath.from_modes(["int8"] * 8)
@@ -121,12 +123,12 @@ def test_paths_that_name_no_weights_use_those_of_the_context(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_text_stays_the_models_own(dtype, tmp_path):
     model = model_of(dtype=dtype)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     runtime.register_int4("file", written(runtime, tmp_path / "x.safetensors", "gptq"))
     path = DraftPath.from_modes(["int4"] * 8, head="int8")
     drafter = LayerSkipDrafter(runtime, replace(path, int4_weights="file"), FixedK(3))
     for prompt in ([5, 3], [8, 1, 30]):
-        assert run(runtime, drafter, prompt, 24)[0] == plain(Runtime(model), prompt, 24)
+        assert run(runtime, drafter, prompt, 24)[0] == plain(LeanRuntime(model), prompt, 24)
 
 
 class Killed(BaseException):
@@ -136,7 +138,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("method", ["weighted", "gptq"])
 def test_it_resumes_after_a_kill(method, tmp_path, monkeypatch):
     """Finished layers are not quantised again, and the weights are those of a call that was not killed."""
-    runtime = Runtime(model_of())
+    runtime = LeanRuntime(model_of())
     whole, file = written(runtime, tmp_path / "whole.safetensors", method), tmp_path / "x.safetensors"
 
     def killed(done):
@@ -163,7 +165,7 @@ def test_it_resumes_after_a_kill(method, tmp_path, monkeypatch):
 
 
 def test_layers_of_other_settings_are_made_again(tmp_path):
-    runtime, file = Runtime(model_of()), tmp_path / "x.safetensors"
+    runtime, file = LeanRuntime(model_of()), tmp_path / "x.safetensors"
     assert not write_int4(runtime, file, TEXTS, int4_settings("weighted", 64, TEXTS), on_layer=lambda done: done < 3)
     counts = []
     written(runtime, file, "gptq", on_layer=lambda done: counts.append(done) or True)
@@ -171,7 +173,7 @@ def test_layers_of_other_settings_are_made_again(tmp_path):
 
 
 def test_what_cannot_be_quantised(tmp_path):
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     with pytest.raises(SelfspecError, match="method 'weighted': expected at least one text"):
         written(runtime, tmp_path / "x.safetensors", texts=[[]])
     file = written(runtime, tmp_path / "x.safetensors")
@@ -179,4 +181,4 @@ def test_what_cannot_be_quantised(tmp_path):
     config = copy.deepcopy(CONFIGS["llama"])
     config.hidden_size = config.intermediate_size = 16
     with pytest.raises(SelfspecError, match="no weights that can be quantised to int4"):
-        written(Runtime(tiny(config)), tmp_path / "y.safetensors")
+        written(LeanRuntime(tiny(config)), tmp_path / "y.safetensors")

@@ -13,14 +13,14 @@ from models import small
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.module_files import read_part, write_part
 from selfspec.draft_modules.registry import make_head
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 WORDS = (1, 2, 4)
 
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(11, seed=2))
+    return LeanRuntime(small(11, seed=2))
 
 
 def test_what_is_written_is_read(runtime, tmp_path):
@@ -39,7 +39,7 @@ def test_what_is_written_is_read(runtime, tmp_path):
 )
 def test_a_part_of_another_model_is_refused(runtime, other, said):
     with pytest.raises(SelfspecError, match=said):
-        make_head(Runtime(other()), random_part(runtime, WORDS))
+        make_head(LeanRuntime(other()), random_part(runtime, WORDS))
 
 
 def test_files_that_are_no_parts(tmp_path):

@@ -20,7 +20,7 @@ from selfspec.models.low_precision import fake, quantize
 from selfspec.models.path_modules import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
@@ -31,7 +31,7 @@ TOKENS = torch.tensor([[5, 3, 8, 1, 30]])
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(tiny(CONFIGS["llama"]), kernel=fake)
+    return LeanRuntime(tiny(CONFIGS["llama"]), kernel=fake)
 
 
 def streams(runtime, path, layers=(1, 3)):
@@ -69,7 +69,7 @@ def test_changed_weights_are_as_if_the_model_had_them(runtime):
                 weight = layer.get_submodule(f"{part}.{name}_proj").weight
                 weight += (update.up @ update.down)[start : start + len(weight)]
                 start += len(weight)
-    theirs = Runtime(other, kernel=fake)
+    theirs = LeanRuntime(other, kernel=fake)
     with runtime.session(16), theirs.session(16):
         mine = runtime.forward(TOKENS, 0, path=runtime.compile(replace(PATH, trained="updates"))).logits
         wanted = theirs.forward(TOKENS, 0, path=theirs.compile(PATH)).logits
@@ -82,7 +82,7 @@ def test_the_model_itself_stays_as_it_is(runtime):
     """Drafted with the worst of parts, the text is the model's."""
     runtime.register_trained("bad", random_trained(runtime, PATH, seed=3, size=2.0))
     drafter = LayerSkipDrafter(runtime, replace(PATH, trained="bad"), FixedK(3))
-    fresh = Runtime(tiny(CONFIGS["llama"]))
+    fresh = LeanRuntime(tiny(CONFIGS["llama"]))
     for prompt in ([5, 3], [8, 1, 30]):
         assert run(runtime, drafter, prompt, 24)[0] == plain(fresh, prompt, 24)
 

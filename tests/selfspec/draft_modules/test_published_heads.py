@@ -19,7 +19,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.module_files import read_part, write_part
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.draft_modules.registry import make_head
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 V, D, WIDE, HEADS, KV, HEAD, LAYERS = 24, 16, 40, 4, 2, 4, 8
 EPS = 1e-5
@@ -42,7 +42,7 @@ LLAMA3 = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(V, LAYERS, seed=2))
+    return LeanRuntime(small(V, LAYERS, seed=2))
 
 
 def random(*shape):

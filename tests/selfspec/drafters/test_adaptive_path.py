@@ -14,7 +14,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import ClaspDrafter, SwiftDrafter
 from selfspec.drafters.adaptive_path import every_second
 from selfspec.engine.engine import Engine
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import as_path
@@ -41,7 +41,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def runtime(model):
-    return Runtime(model)
+    return LeanRuntime(model)
 
 
 def begun(runtime, tokens, room=20, **sampler):
@@ -105,7 +105,7 @@ class TestSwift:
 
     @pytest.mark.parametrize("layers", [1, 2])
     def test_a_model_without_inner_layers(self, layers):
-        runtime = Runtime(small(VOCABULARY, layers))
+        runtime = LeanRuntime(small(VOCABULARY, layers))
         assert run(runtime, SwiftDrafter(runtime, FixedK(2)), PROMPT, 12)[0] == plain(runtime, PROMPT, 12)
 
     def test_wrong_window(self, runtime):
@@ -125,7 +125,7 @@ class TestClasp:
     def test_one_layer_less_is_the_best_by_the_whole_models_streams(self):
         """For one layer the programme is exact where what follows keeps the order: here nothing follows."""
         model = exact_norms(small(VOCABULARY, 2, seed=2))
-        runtime = Runtime(model)
+        runtime = LeanRuntime(model)
         drafter = ClaspDrafter(runtime, FixedK(1), skip=1, every=1)
         text = PROMPT + plain(runtime, PROMPT, 12)
         chosen = []
@@ -145,7 +145,7 @@ class TestClasp:
         for layer in whole.model.layers:  # small additions: the streams stay alike, and choices independent
             layer.self_attn.o_proj.weight.data.mul_(0.02)
             layer.mlp.down_proj.weight.data.mul_(0.02)
-        runtime = Runtime(whole)
+        runtime = LeanRuntime(whole)
         drafter = ClaspDrafter(runtime, FixedK(2), skip=2, every=1)
         found = []
         choose = drafter._choose

@@ -12,7 +12,7 @@ from transformers import SuppressTokensLogitsProcessor
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler, gap
 from selfspec.types.confidence import Confidence
 from selfspec.types.draft_path import DraftPath
@@ -61,7 +61,7 @@ def by_hand(sampler, scores, place, token):
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("how", SAMPLERS)
 def test_the_drafters_confidence_is_that_of_its_logits(how, told):
-    runtime = Runtime(small(VOCABULARY, seed=2), kernel=fake)
+    runtime = LeanRuntime(small(VOCABULARY, seed=2), kernel=fake)
     sampler, confidence = SAMPLERS[how](), TOLD[told]
     drafter = Noting(runtime, PATH, FixedK(3), confidence=confidence)
     run(runtime, drafter, PROMPT, 20, sampler=sampler)
@@ -71,7 +71,7 @@ def test_the_drafters_confidence_is_that_of_its_logits(how, told):
 
 
 def test_a_vocabulary_of_one_token_has_no_other():
-    runtime = Runtime(small(VOCABULARY, seed=2), kernel=fake)
+    runtime = LeanRuntime(small(VOCABULARY, seed=2), kernel=fake)
     for make in SAMPLERS.values():
         drafter = Noting(runtime, DraftPath(PATH.skip, (3,)), FixedK(3), confidence=TOLD["both"])
         run(runtime, drafter, PROMPT, 8, sampler=make())

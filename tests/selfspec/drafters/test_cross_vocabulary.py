@@ -13,7 +13,7 @@ from selfspec.engine.engine import Engine
 from selfspec.engine.loop import decode
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
@@ -24,7 +24,7 @@ ORDER = [7, 2, 0, 9, 4, 10, 1, 3, 8, 6, 5]
 
 @pytest.fixture(scope="module")
 def target():
-    return Runtime(small(VOCABULARY, 3, seed=4), rows=3)
+    return LeanRuntime(small(VOCABULARY, 3, seed=4), rows=3)
 
 
 def renamed(model, order):
@@ -39,8 +39,8 @@ def renamed(model, order):
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
 def test_other_names_for_the_same_tokens_change_nothing(target, prompt, sampler):
     """Its drafts are those of the same draft model by its own names."""
-    same = ModelDrafter(target, Runtime(small(VOCABULARY, 2, seed=3)), FixedK(3))
-    other = Runtime(renamed(small(VOCABULARY, 2, seed=3), ORDER))
+    same = ModelDrafter(target, LeanRuntime(small(VOCABULARY, 2, seed=3)), FixedK(3))
+    other = LeanRuntime(renamed(small(VOCABULARY, 2, seed=3), ORDER))
     translated = CrossVocabularyDrafter(target, other, Renamed(ORDER), FixedK(3))
     texts = [run(target, drafter, prompt, 24, sampler=Sampler(**sampler)) for drafter in (same, translated)]
     assert texts[0][0] == texts[1][0]
@@ -49,7 +49,7 @@ def test_other_names_for_the_same_tokens_change_nothing(target, prompt, sampler)
 
 
 def test_a_model_that_is_the_target_by_other_names_is_always_right(target):
-    other = Runtime(renamed(small(VOCABULARY, 3, seed=4), ORDER))
+    other = LeanRuntime(renamed(small(VOCABULARY, 3, seed=4), ORDER))
     tokens, outcomes = run(target, CrossVocabularyDrafter(target, other, Renamed(ORDER), FixedK(4)), PROMPTS[0], 25)
     assert tokens == plain(target, PROMPTS[0], 25)
     assert all(outcome.accepted == len(outcome.draft) for outcome in outcomes)
@@ -58,7 +58,7 @@ def test_a_model_that_is_the_target_by_other_names_is_always_right(target):
 
 def test_only_shared_tokens_are_drafted(target):
     words = Renamed(ORDER, shared=(0, 3, 4, 7))
-    drafter = CrossVocabularyDrafter(target, Runtime(small(VOCABULARY, 2, seed=3)), words, FixedK(4), candidates=9)
+    drafter = CrossVocabularyDrafter(target, LeanRuntime(small(VOCABULARY, 2, seed=3)), words, FixedK(4), candidates=9)
     assert drafter.candidates == 4
     tokens, outcomes = run(target, drafter, PROMPTS[0], 24)
     assert tokens == plain(target, PROMPTS[0], 24)
@@ -69,7 +69,7 @@ def test_only_shared_tokens_are_drafted(target):
 
 def test_q_is_the_draft_models_own_of_the_shared_tokens(target):
     words, own = Renamed(ORDER, shared=(0, 3, 4, 7)), small(VOCABULARY, 2, seed=3)
-    drafter = CrossVocabularyDrafter(target, Runtime(own), words, FixedK(1))
+    drafter = CrossVocabularyDrafter(target, LeanRuntime(own), words, FixedK(1))
     seq = SequenceState(list(PROMPTS[0]), 5, Sampler(temperature=1.0, seed=3, tied=False))
     for outcome in decode(target, drafter, seq):
         before = seq.tokens[: -len(outcome.tokens)]
@@ -85,7 +85,7 @@ def test_q_is_the_draft_models_own_of_the_shared_tokens(target):
 def test_guesses_spare_passes_and_change_no_draft(target, monkeypatch):
     prompt, passes = [3, 9, 3, 9, 3, 9, 3, 9], []
     for ahead in (None, ProposerChain([Lookup()], (1.0,) * 6)):
-        own, count = Runtime(renamed(small(VOCABULARY, 3, seed=4), ORDER)), []  # whose text comes to loop
+        own, count = LeanRuntime(renamed(small(VOCABULARY, 3, seed=4), ORDER)), []  # whose text comes to loop
         drafter = CrossVocabularyDrafter(target, own, Renamed(ORDER), FixedK(5), proposer_chain=ahead)
         forward = drafter.runtime.forward
         monkeypatch.setattr(drafter.runtime, "forward", lambda *a, **k: (count.append(1), forward(*a, **k))[1])
@@ -99,7 +99,9 @@ def test_guesses_spare_passes_and_change_no_draft(target, monkeypatch):
 
 def test_a_text_of_more_tokens_there_than_here(target):
     """Each token is two for the draft model: texts outgrow the cache that is enough for the target's."""
-    drafter = CrossVocabularyDrafter(target, Runtime(small(2 * VOCABULARY, 2, seed=3)), Doubled(VOCABULARY), FixedK(2))
+    drafter = CrossVocabularyDrafter(
+        target, LeanRuntime(small(2 * VOCABULARY, 2, seed=3)), Doubled(VOCABULARY), FixedK(2)
+    )
     for prompt in PROMPTS:
         assert run(target, drafter, prompt, 40)[0] == plain(target, prompt, 40)
     assert drafter.runtime.cache.slots >= 2 * (len(PROMPTS[1]) + 40)
@@ -107,7 +109,7 @@ def test_a_text_of_more_tokens_there_than_here(target):
 
 def test_nothing_is_drafted_beyond_its_context_or_within_a_character(target):
     words = Doubled(VOCABULARY)
-    short = Runtime(small(2 * VOCABULARY, 2, seed=3))
+    short = LeanRuntime(small(2 * VOCABULARY, 2, seed=3))
     object.__setattr__(short.skeleton, "context", 40)
     tokens, outcomes = run(target, CrossVocabularyDrafter(target, short, words, FixedK(3)), PROMPTS[0], 40)
     assert tokens == plain(target, PROMPTS[0], 40)
@@ -119,7 +121,7 @@ def test_nothing_is_drafted_beyond_its_context_or_within_a_character(target):
 
 
 def test_only_what_is_new_is_read(target, monkeypatch):
-    own = Runtime(small(VOCABULARY, 2, seed=3))
+    own = LeanRuntime(small(VOCABULARY, 2, seed=3))
     drafter, read = CrossVocabularyDrafter(target, own, Renamed(ORDER), FixedK(3)), []
     forward = drafter.runtime.forward
     monkeypatch.setattr(
@@ -132,7 +134,7 @@ def test_only_what_is_new_is_read(target, monkeypatch):
 
 
 def test_sequences_together_draft_what_they_draft_alone(target):
-    own, words = Runtime(small(VOCABULARY, 2, seed=3)), Renamed(ORDER)
+    own, words = LeanRuntime(small(VOCABULARY, 2, seed=3)), Renamed(ORDER)
     alone = [run(target, CrossVocabularyDrafter(target, own, words, FixedK(3)), prompt, 12) for prompt in PROMPTS]
     drafter = CrossVocabularyDrafter(target, own, words, FixedK(3))
     seqs = [SequenceState(list(prompt), 12, Sampler()) for prompt in PROMPTS]

@@ -17,7 +17,7 @@ from selfspec.models.low_precision import fake
 from selfspec.profile.model_spec import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import DraftPath
 
@@ -26,12 +26,12 @@ VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9, 3, 3, 3, 0, 5, 10, 8, 7], 24
 
 @pytest.fixture(scope="module")
 def target():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 @pytest.fixture(scope="module")
 def other():
-    return Runtime(small(VOCABULARY, 1, seed=3), kernel=fake)
+    return LeanRuntime(small(VOCABULARY, 1, seed=3), kernel=fake)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_larger_cache_is_filled_anew(target, other):
 def test_nothing_is_drafted_beyond_the_draft_models_context(target):
     model = small(VOCABULARY, 1, seed=3)
     model.config.max_position_embeddings = 20
-    drafter = ModelDrafter(target, Runtime(model), FixedK(3))
+    drafter = ModelDrafter(target, LeanRuntime(model), FixedK(3))
     tokens, outcomes = run(target, drafter, PROMPT, NEW)
     assert tokens == plain(target, PROMPT, NEW)
     at = len(PROMPT)
@@ -123,7 +123,7 @@ def test_nothing_is_drafted_beyond_the_draft_models_context(target):
 
 def test_another_vocabulary_is_refused(target):
     with pytest.raises(SelfspecError, match="draft model: vocabulary size 7; expected 11"):
-        ModelDrafter(target, Runtime(small(7, 1)), FixedK(2))
+        ModelDrafter(target, LeanRuntime(small(7, 1)), FixedK(2))
 
 
 @pytest.fixture(scope="module")

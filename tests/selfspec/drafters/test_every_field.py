@@ -17,7 +17,7 @@ from selfspec.drafters import make_drafter, registry
 from selfspec.models.low_precision import fake
 from selfspec.profile import draft_spec as kinds
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.identity import Identity
@@ -67,7 +67,7 @@ FIELDS = [(kind, field) for kind in KINDS for field in kinds._KINDS[kind].model_
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, LAYERS, seed=2), kernel=fake)
+    return LeanRuntime(small(VOCABULARY, LAYERS, seed=2), kernel=fake)
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def loaded(monkeypatch) -> list[Any]:
     registry._draft_model.cache_clear()
     monkeypatch.setattr(registry, "load_model", load_model)
     monkeypatch.setattr(registry, "apply_layout_", lambda model, **how: asked.append(how))
-    monkeypatch.setattr(registry, "open_runtime", lambda model: Runtime(model, kernel=fake))
+    monkeypatch.setattr(registry, "open_runtime", lambda model: LeanRuntime(model, kernel=fake))
     monkeypatch.setattr(registry, "_tokenizer", lambda profile: None)
     monkeypatch.setattr(registry, "TokenizerMap", lambda ours, theirs, sizes: Doubled(VOCABULARY))
     monkeypatch.setattr(registry, "_head", head)
@@ -106,7 +106,7 @@ def described(value: Any, depth: int = 4) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), str(value.dtype), float(value.double().sum()))
-    if isinstance(value, Runtime):
+    if isinstance(value, LeanRuntime):
         return (value.layers, str(value.dtype), str(value.device))
     if isinstance(value, (list, tuple, set, frozenset)):
         return [described(one, depth) for one in value]

@@ -14,7 +14,7 @@ from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.guard import _RoundTimes
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -249,7 +249,7 @@ def test_with_a_seed_a_wrong_draft_is_bounded_by_the_outlook():
 def test_it_changes_no_text():
     """Through the real loop and clock: layer skip and a random tree, guarded."""
     torch.set_num_threads(1)
-    runtime = Runtime(small(), kernel=fake)
+    runtime = LeanRuntime(small(), kernel=fake)
     low = DraftPath(SkipSet((1,)), int8=SkipSet((0,), (1, 2)), head="int8")
     quantized_drafts = LayerSkipDrafter(runtime, low, StaticThreshold(0.3, 5), confidence=Confidence(gap=1.0))
     for drafter in (LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)), quantized_drafts, RandomTree(11)):
@@ -288,7 +288,7 @@ def test_room_is_given_back():
 
 def test_rounds_that_ask_for_no_draft_are_not_counted():
     """The loop's own plain rounds: the first of a stream, and the last of all."""
-    runtime = Runtime(small())
+    runtime = LeanRuntime(small())
     guard = Guard(LayerSkipDrafter(runtime, SkipSet((1,), (2,)), FixedK(3)))
     for room in (1, 2, 3, 20):
         for first_plain in (False, True):

@@ -15,7 +15,7 @@ from selfspec.models.low_precision import fake
 from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import DraftPath
@@ -80,7 +80,7 @@ class KnowingReader:
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2), kernel=fake)
+    return LeanRuntime(small(VOCABULARY, seed=2), kernel=fake)
 
 
 def drafted(runtime, ahead, prompt, sampler, *, candidates=1):

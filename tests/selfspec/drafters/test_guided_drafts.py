@@ -14,7 +14,7 @@ from wants import needs
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_work import GUIDE
@@ -72,7 +72,7 @@ def guide():
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=4), rows=ROWS, kernel=fake)
+    return LeanRuntime(small(VOCABULARY, seed=4), rows=ROWS, kernel=fake)
 
 
 def serve(runtime, drafter, seqs, *, first_plain=False):

@@ -12,7 +12,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler, best_and_share
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -24,7 +24,7 @@ HOWS = {"greedy": {}, "match": {"temperature": 1.2, "seed": 3}, "drawn": {"tempe
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_it_guesses_nothing_where_processors_leave_none_of_its_words(how):
-    runtime = Runtime(small(VOCABULARY, seed=2), kernel=fake)
+    runtime = LeanRuntime(small(VOCABULARY, seed=2), kernel=fake)
     below = HeadBelow(random_head(runtime, KNOWN), (1.0,) * 5, 0.01)
 
     def decoded(drafter):

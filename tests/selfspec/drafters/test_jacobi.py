@@ -8,7 +8,7 @@ from models import plain, run, small
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import JacobiDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 
 VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9, 3, 3], 30
@@ -22,7 +22,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def runtime(model):
-    return Runtime(model)
+    return LeanRuntime(model)
 
 
 def iterations(model, fixed, guess):

@@ -7,7 +7,7 @@ from models import plain, run, small
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import LookaheadDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9], 40
 W, N, G = 4, 3, 2
@@ -15,7 +15,7 @@ W, N, G = 4, 3, 2
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from models import plain, run, small
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter, RecycleDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 
 VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9], 40
@@ -16,7 +16,7 @@ VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9], 40
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from selfspec.drafters import Guard, LayerSkipDrafter, Route, Router, make_draft
 from selfspec.llm.llm import LLM
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.acceptance import PayoffModel
@@ -23,7 +23,7 @@ CHEAP = PayoffModel(0.0, wider=(0.0,))
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 class Counted:
@@ -122,7 +122,7 @@ def test_a_profile_holds_several_ways_to_draft():
     assert parse_profile(
         "version: 2\nmodel: {layers: 4}\nalso: [{model: {layers: 4}, draft: {kind: recycle}}]", source="x"
     ).drafts
-    router = make_drafter(Runtime(small(VOCABULARY, seed=2)), profile)
+    router = make_drafter(LeanRuntime(small(VOCABULARY, seed=2)), profile)
     assert isinstance(router, Router)
     assert [type(route.drafter).__name__ for route in router.routes] == [
         "LayerSkipDrafter",

@@ -14,7 +14,7 @@ from selfspec.drafters import LayerSkipDrafter, LookupDrafter, MergedDrafter, Pl
 from selfspec.drafters.tree_merge import merged, reordered_outcome
 from selfspec.profile.draft_spec import parse_draft
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -29,7 +29,7 @@ Q = torch.eye(VOCABULARY, dtype=torch.float64)
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 def paths(draft):

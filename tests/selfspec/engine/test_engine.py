@@ -19,7 +19,7 @@ from selfspec.drafters import (
 )
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -36,12 +36,12 @@ DRAFTERS = table(VOCABULARY)
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2), rows=ROWS, kernel=fake)
+    return LeanRuntime(small(VOCABULARY, seed=2), rows=ROWS, kernel=fake)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 @pytest.fixture(params=DRAFTERS)
@@ -203,12 +203,12 @@ def test_what_a_drafter_raises_for_one_sequence_leaves_the_others_where_they_wer
 
 
 def test_the_cache_grows_for_a_longer_sequence_while_others_run(runtime, alone):
-    runtime = Runtime(runtime.model, rows=2)
+    runtime = LeanRuntime(runtime.model, rows=2)
     short, long = [1, 4, 2, 9], [i % VOCABULARY for i in range(300)]
     first, second = (SequenceState(list(prompt), 12, Sampler()) for prompt in (short, long))
     model = small(VOCABULARY, seed=2)
     model.config.max_position_embeddings = 512
-    runtime, alone = Runtime(model, rows=2), Runtime(model)
+    runtime, alone = LeanRuntime(model, rows=2), LeanRuntime(model)
     with Engine(runtime, LayerSkipDrafter(runtime, SKIP, FixedK(3))) as engine:
         engine.join(first)
         engine.step()

@@ -19,7 +19,7 @@ from selfspec.drafters import (
 )
 from selfspec.engine.loop import decode
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -40,7 +40,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2), kernel=fake)
+    return LeanRuntime(small(VOCABULARY, seed=2), kernel=fake)
 
 
 @pytest.fixture(params=DRAFTERS)

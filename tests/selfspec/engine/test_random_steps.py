@@ -13,13 +13,13 @@ from models import small
 
 from selfspec.basics.errors import BusyError
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 
 VOCABULARY, LAYERS, SLOTS = 11, 3, 120
 MODEL = small(VOCABULARY, LAYERS, seed=2)
-REFERENCE = Runtime(MODEL)  # of its own: knows only whole prefixes
+REFERENCE = LeanRuntime(MODEL)  # of its own: knows only whole prefixes
 tokens = st.integers(0, VOCABULARY - 1)
 
 
@@ -34,7 +34,7 @@ class Steps(RuleBasedStateMachine):
 
     @initialize(prompt=st.lists(tokens, min_size=1, max_size=6))
     def begin(self, prompt):
-        self.runtime = Runtime(MODEL, kernel=fake)
+        self.runtime = LeanRuntime(MODEL, kernel=fake)
         self.session = self.runtime.session(SLOTS)
         self.session.__enter__()
         self.committed = list(prompt)

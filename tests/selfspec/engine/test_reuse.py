@@ -14,7 +14,7 @@ from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, ModelDrafter, PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.engine.loop import decode
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import DraftPath
@@ -27,7 +27,7 @@ ENDS = frozenset([2, 8])
 READING = {  # those that need no streams of the prompt
     "plain": lambda runtime: PlainDrafter(),
     "random tree": lambda runtime: RandomTree(VOCABULARY, (3, 2, 1)),
-    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(small(VOCABULARY, 1, seed=3)), FixedK(3)),
+    "draft model": lambda runtime: ModelDrafter(runtime, LeanRuntime(small(VOCABULARY, 1, seed=3)), FixedK(3)),
     "lockstep": Lockstep,
     "layer skip": lambda runtime: LayerSkipDrafter(runtime, SKIP, FixedK(3)),
     "candidates": lambda runtime: LayerSkipDrafter(runtime, SKIP, StaticThreshold(0.3, 4), candidates=3),
@@ -48,12 +48,12 @@ def model():
 
 @pytest.fixture
 def runtime():
-    return Runtime(model())
+    return LeanRuntime(model())
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return Runtime(model())
+    return LeanRuntime(model())
 
 
 @pytest.fixture(params=READING)
@@ -181,7 +181,7 @@ def test_broken_off_between_any_two_steps(alone, make, monkeypatch):
     """Wherever an answer is broken off, what the cache says it knows is right, and so is the next answer."""
     kept = []
     for fail_at in range(1, 90):
-        breaking, runtime = Breaking(Broken, fail_at), Runtime(alone.model)
+        breaking, runtime = Breaking(Broken, fail_at), LeanRuntime(alone.model)
         drafter, first = make(runtime), SequenceState([1, 4, 2, 9, 5], 10, Sampler())
         broken = False
         with monkeypatch.context() as patch:
@@ -210,7 +210,7 @@ def test_broken_off_between_any_two_steps(alone, make, monkeypatch):
 
 def test_two_rows(alone, make, monkeypatch):
     """Two chats side by side each find their own row, whoever comes first; a third takes the one that loses least."""
-    runtime = Runtime(alone.model, rows=2)
+    runtime = LeanRuntime(alone.model, rows=2)
     read, drafter = prefilled(runtime, monkeypatch), make(runtime)
     chats = [[1, 4, 2, 9, 1, 1, 0], [1, 4, 7]]
     for order in ((0, 1), (1, 0), (0, 1)):

@@ -15,7 +15,7 @@ from selfspec.drafters import LayerSkipDrafter, LookupDrafter
 from selfspec.drafters.batch_policy import decide_together
 from selfspec.engine.engine import Engine
 from selfspec.proposers.chain import ProposerChain
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
 from selfspec.types.round_costs import PassCosts
@@ -50,7 +50,7 @@ class Withholding(LayerSkipDrafter):
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, 2, seed=4), rows=2)
+    return LeanRuntime(small(VOCABULARY, 2, seed=4), rows=2)
 
 
 def decoded(runtime, make, sampler, drafted):

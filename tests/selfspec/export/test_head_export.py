@@ -17,7 +17,7 @@ from selfspec.draft_modules.published_heads import read_published
 from selfspec.draft_modules.registry import make_head
 from selfspec.export.head_export import form_of, head_files
 from selfspec.export.vllm import save_head
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 V, D, WIDE, LAYERS, HEAD = 24, 16, 40, 8, 8
 SHAPE = {"hidden": D, "intermediate": WIDE, "heads": 2, "kv_heads": 1, "head_dim": HEAD, "eps": 1e-5, "theta": 5e5}
@@ -32,7 +32,7 @@ LLAMA3 = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(V, LAYERS, seed=2))
+    return LeanRuntime(small(V, LAYERS, seed=2))
 
 
 def random(*shape):
@@ -201,7 +201,7 @@ def test_what_no_engine_runs_is_refused_with_what_one_could(runtime, kind, said)
 
 def test_another_models_head_is_refused(runtime):
     with pytest.raises(SelfspecError, match="of other weights|of another model"):
-        head_files(random_part(Runtime(small(V, LAYERS, seed=3)), range(V), "medusa"), runtime)
+        head_files(random_part(LeanRuntime(small(V, LAYERS, seed=3)), range(V), "medusa"), runtime)
 
 
 def test_files_say_what_they_are(runtime, tmp_path):

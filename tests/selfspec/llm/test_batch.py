@@ -19,7 +19,7 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.events import Origin
 from selfspec.types.skip import SkipSet
 
@@ -209,7 +209,7 @@ def test_a_draft_model_shares_the_memory(llm):
     own = small(llm.identity.vocabulary, 1, seed=3).to(torch.float64)
 
     def make(runtime):
-        return ModelDrafter(runtime, Runtime(own), FixedK(3))
+        return ModelDrafter(runtime, LeanRuntime(own), FixedK(3))
 
     with Batch(llm, rows=2, make=make) as batch:
         requests = [batch.add(prompt, GREEDY) for prompt in PROMPTS[:3]]

@@ -7,15 +7,18 @@ import copy
 import pytest
 import torch
 from layouts import needs_native
-from models import CONFIGS, tiny
-from transformers import AutoTokenizer
+from models import CONFIGS, SIZES, tiny
+from selfspec.search.space_filter import supported_choices
+from transformers import AutoTokenizer, GemmaConfig
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.builtin import model_folder
+from selfspec.drafters import PlainDrafter
 from selfspec.llm import default_profile as module
 from selfspec.llm.default_profile import DRAFTED, default_profile
 from selfspec.models.layout import weight_bytes
+from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.identity import Identity
 
 
@@ -43,6 +46,23 @@ def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
         generated = llm.generate("def main(", **options)
         assert generated.tokens == plain.generate("def main(", **options).tokens
     assert max(done.drafted for done in generated.stats.log) <= DRAFTED + 1
+
+
+@needs_native
+def test_a_model_that_runs_by_its_own_forward_drafts_too(tmp_path):
+    tiny(GemmaConfig(**SIZES | {"vocab_size": 4096}, head_dim=8), dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
+    llm = selfspec.load(str(tmp_path), dtype="float32")
+    assert isinstance(llm.runtime, GenericRuntime)
+    assert llm.has_default_profile
+    assert llm.profile.path.head == "int8"
+    assert llm.runtime.compile(llm.profile.path).unquantized == ()
+    assert llm.runtime.extra_bytes(llm.profile.path) == module._int8_bytes(llm.model)
+    generated = llm.generate("def main(", max_new_tokens=40)
+    assert generated.tokens == llm.generate("def main(", max_new_tokens=40, drafter=PlainDrafter()).tokens
+    assert generated.stats.drafted > 0
+    assert default_profile(llm.model, llm.identity, extra_memory=0).draft.kind == "lookup"
+    assert supported_choices(llm, ("skip", "int8", "int4"), memory=1.0).modes == ["skip", "int8", "int4"]
 
 
 def test_without_memory_for_draft_weights_tokens_are_looked_up(folder, monkeypatch):

@@ -12,7 +12,7 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.local_costs import local_payoff, measure_costs
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.skip import SkipSet
@@ -26,7 +26,7 @@ def passes(monkeypatch, tmp_path):
     """A clock that only passes move, and their rows: one takes 10 in full, 2 along a path, each further one 1."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     now, ran = [0.0], []
-    forward = Runtime.forward
+    forward = LeanRuntime.forward
 
     def timed(self, tokens, positions, *, path=None, **options):
         whole = path is None or path is self.compile(FULL)
@@ -34,7 +34,7 @@ def passes(monkeypatch, tmp_path):
         ran.append(tokens.shape[1])
         return forward(self, tokens, positions, path=path, **options)
 
-    monkeypatch.setattr(Runtime, "forward", timed)
+    monkeypatch.setattr(LeanRuntime, "forward", timed)
     monkeypatch.setattr(local_costs, "measure_costs", measure_costs)
     monkeypatch.setattr(local_costs.time, "perf_counter", lambda: now[0])
     return ran
@@ -54,7 +54,7 @@ def profile_of(runtime, path=PATH, **told):
 
 @pytest.mark.parametrize("told", [{}, {"costs": COSTS}], ids=["nothing", "costs"])
 def test_rounds_and_draft_steps_cost_what_they_do_here(passes, model, told):
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     found = local_payoff(runtime, profile_of(runtime, **told))
     rows = [found.rounds[n] for n in (0, 1, 2, 3, 4, 8, 16, 17, 32)]
     assert rows == pytest.approx([1.0, 1.0, 1.1, 1.2, 1.3, 1.7, 2.5, 2.6, 4.1])
@@ -65,7 +65,7 @@ def test_rounds_and_draft_steps_cost_what_they_do_here(passes, model, told):
 
 
 def test_where_no_path_drafts_only_rounds_are_known(passes, model):
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     told = profile_of(runtime, FULL)
     found = local_payoff(runtime, told)
     assert found.rounds[8] == pytest.approx(1.7)
@@ -73,7 +73,7 @@ def test_where_no_path_drafts_only_rounds_are_known(passes, model):
 
 
 def test_it_is_measured_once(passes, model, tmp_path):
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     local_payoff(runtime, profile_of(runtime))
     (kept,) = (tmp_path / "costs").iterdir()
     passes.clear()
@@ -92,7 +92,7 @@ def test_it_is_measured_once(passes, model, tmp_path):
 def test_a_short_context_is_timed_as_far_as_it_goes(passes, context, widest):
     model = small()
     model.config.max_position_embeddings = context
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     told = profile_of(runtime)
     found = local_payoff(runtime, told)
     if widest is None:

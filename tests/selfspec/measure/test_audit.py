@@ -11,7 +11,7 @@ from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.measure.audit import audit, first_difference
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import RULES, Verdict
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.confidence import Confidence
@@ -22,11 +22,11 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def test_equal_texts_have_no_difference():
-    assert first_difference(Runtime(tiny(CONFIGS["llama"])), PROMPT, [1, 2], [1, 2]) is None
+    assert first_difference(LeanRuntime(tiny(CONFIGS["llama"])), PROMPT, [1, 2], [1, 2]) is None
 
 
 def test_another_token_is_a_bug():
-    runtime = Runtime(tiny(CONFIGS["llama"], dtype=torch.float32))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"], dtype=torch.float32))
     text = plain(runtime, PROMPT, 6)
     wrong = [*text[:3], (text[3] + 1) % 61, *text[4:]]
     difference = first_difference(runtime, PROMPT, text, wrong)
@@ -37,14 +37,14 @@ def test_another_token_is_a_bug():
 
 def test_a_wrong_plain_text_is_a_bug_too():
     """The other's token is the best: that does not excuse plain decoding's."""
-    runtime = Runtime(tiny(CONFIGS["llama"], dtype=torch.float32))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"], dtype=torch.float32))
     text = plain(runtime, PROMPT, 6)
     wrong = [*text[:3], (text[3] + 1) % 61, *text[4:]]
     assert not first_difference(runtime, PROMPT, wrong, text).near_tie
 
 
 def test_a_text_that_goes_on_or_ends_early_is_a_bug():
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     assert not first_difference(runtime, PROMPT, [1, 2], [1, 2, 3]).near_tie
     assert not first_difference(runtime, PROMPT, [1, 2], [1]).near_tie
 
@@ -52,7 +52,7 @@ def test_a_text_that_goes_on_or_ends_early_is_a_bug():
 def test_two_equal_logits_are_a_near_tie():
     """Two rows of the head are made equal but for less than rounding moves them."""
     model = tiny(CONFIGS["llama"], dtype=torch.float32)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     best = plain(runtime, PROMPT, 1)[0]
     twin = (best + 7) % 61
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_half_precision_differs_by_near_ties_only(held_out):
 
 def test_a_processor_that_forbids_a_token_is_heeded():
     """A token that is forbidden has no logit to compare: choosing it is a bug."""
-    runtime = Runtime(tiny(CONFIGS["llama"], dtype=torch.float32))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"], dtype=torch.float32))
     text = plain(runtime, PROMPT, 3)
     forbidden = (text[1] + 1) % 61
     sampler = Sampler(processors=[SuppressTokensLogitsProcessor([forbidden])])

@@ -16,7 +16,7 @@ from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, lower_quartile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import FULL, LOW, MODES, DraftPath
 from selfspec.types.skip import SkipSet
@@ -28,7 +28,7 @@ BASE, ATTENTION, MLP, ROW, LOOP = 5.0, 2.0, 1.0, 3.0, 0.5
 def clock(monkeypatch):
     """A clock that only forwards and rounds move: by what runs, and by the rows of a full pass."""
     now = [0.0]
-    forward = Runtime.forward
+    forward = LeanRuntime.forward
 
     def timed(self, tokens, positions, *, path=None, **options):
         n, runs = tokens.shape[1], (path or self.compile(FULL)).blocks
@@ -41,7 +41,7 @@ def clock(monkeypatch):
         start = self.length[row] + 1
         self.length[row] = start + len(path)
 
-    monkeypatch.setattr(Runtime, "forward", timed)
+    monkeypatch.setattr(LeanRuntime, "forward", timed)
     monkeypatch.setattr("selfspec.runtime.cache.Cache.commit", commit)
     monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
     return now
@@ -64,7 +64,7 @@ def test_plain_decoding_runs_where_its_step_takes_least(monkeypatch):
 
 
 def test_a_machine_of_known_speed_is_found_out(model, clock):
-    costs = measure_costs(Runtime(model), context=40, seconds=0.0)
+    costs = measure_costs(LeanRuntime(model), context=40, seconds=0.0)
     plain = BASE + 6 * (ATTENTION + MLP)
     assert costs.context == 40
     assert (costs.base, costs.attention, costs.mlp) == pytest.approx((BASE, ATTENTION, MLP), rel=1e-3)
@@ -83,7 +83,9 @@ def test_a_machine_of_known_speed_is_found_out(model, clock):
 def test_less_time_is_kept_to_and_tells_the_same_on_a_quiet_machine(model, clock, within):
     """A sweep that takes what it is expected to; where nothing disturbs it, a few rounds tell as much as many."""
     begun, told = clock[0], []
-    costs = measure_costs(Runtime(model), context=40, within=within, on_decoding=lambda *counts: told.append(counts))
+    costs = measure_costs(
+        LeanRuntime(model), context=40, within=within, on_decoding=lambda *counts: told.append(counts)
+    )
     plain = BASE + 6 * (ATTENTION + MLP) + LOOP
     least = EFFORTS[-1].seconds(plain, plain + 39 * ROW)
     assert clock[0] - begun <= max(within, 1.3 * least)
@@ -110,7 +112,7 @@ def test_how_thoroughly_costs_are_measured():
 
 
 def test_timed_rounds_reserve_no_more_cache_than_they_can_fill(model):
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
     round_timer.timed_rounds(runtime, 10, Sampler(temperature=1.0, seed=0), drafter, [0, 3, 5], random.Random(0))
     assert 10 + 14 <= runtime.cache.slots < runtime.skeleton.context
@@ -118,7 +120,7 @@ def test_timed_rounds_reserve_no_more_cache_than_they_can_fill(model):
 
 def test_a_model_of_one_layer_has_no_other_skip_set_to_test_the_fit_on():
     model = small(layers=1)
-    costs = measure_costs(Runtime(model), context=10, seconds=0.0, within=0.0)
+    costs = measure_costs(LeanRuntime(model), context=10, seconds=0.0, within=0.0)
     assert costs.error is None
     assert all(math.isfinite(t) for t in costs.verify)
 
@@ -138,7 +140,7 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
         return drafts
 
     monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
-    costs = measure_costs(Runtime(model), context=40, seconds=2e5)
+    costs = measure_costs(LeanRuntime(model), context=40, seconds=2e5)
     assert (costs.attention, costs.mlp) == pytest.approx((ATTENTION, MLP), rel=0.15)
     assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.1)
 
@@ -153,7 +155,7 @@ def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch
         return drafts
 
     monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
-    costs = measure_costs(Runtime(model), context=40, seconds=0.0)
+    costs = measure_costs(LeanRuntime(model), context=40, seconds=0.0)
     assert costs.round == pytest.approx(100 + LOOP)
     assert costs.verify == pytest.approx([BASE + 6 * (ATTENTION + MLP)] * len(costs.widths))
 
@@ -168,7 +170,7 @@ def test_verifying_more_rows_never_costs_less_than_fewer(model, clock, monkeypat
         return drafts
 
     monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
-    costs = measure_costs(Runtime(model), context=40, seconds=0.0)
+    costs = measure_costs(LeanRuntime(model), context=40, seconds=0.0)
     plain = BASE + 6 * (ATTENTION + MLP)
     assert costs.widths[-3:] == [8, 12, 16]
     assert costs.verify[-3:] == pytest.approx([plain + 7 * ROW, *[plain + 13 * ROW + 50] * 2], rel=1e-3)
@@ -182,7 +184,7 @@ IN_MODES = {"full": (8.0, 24.0), "int8": (3.0, 3.0), "int4": (2.0, 1.5), "skip":
 def test_each_mode_has_its_price_though_decodings_are_disturbed(model, monkeypatch, seed):
     """Each path's decoding is up to 8% slower or faster than it should be, but for those with one mode a part."""
     now, compiled, draw = [0.0], {}, random.Random(seed)
-    compile_path, timeless = Runtime.compile, Runtime.forward
+    compile_path, timeless = LeanRuntime.compile, LeanRuntime.forward
 
     def compile_and_note(self, path):
         made = compile_path(self, path)
@@ -197,9 +199,9 @@ def test_each_mode_has_its_price_though_decodings_are_disturbed(model, monkeypat
         return timeless(self, tokens, positions, path=path, **options)
 
     monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Runtime, "compile", compile_and_note)
-    monkeypatch.setattr(Runtime, "forward", forward)
-    costs = measure_costs(Runtime(model), context=40, seconds=0.0, seed=seed, modes=MODES)
+    monkeypatch.setattr(LeanRuntime, "compile", compile_and_note)
+    monkeypatch.setattr(LeanRuntime, "forward", forward)
+    costs = measure_costs(LeanRuntime(model), context=40, seconds=0.0, seed=seed, modes=MODES)
     for attention, mlp in itertools.product(LOW, LOW):
         path = DraftPath.from_modes([attention] * 6 + [mlp] * 6)
         step = BASE + 6 * (IN_MODES[attention][0] + IN_MODES[mlp][1])
@@ -233,7 +235,7 @@ def test_short_contexts_are_served():
     """Where the model's context leaves little room, fewer widths are measured."""
     model = small()
     model.config.max_position_embeddings = 90
-    costs = measure_costs(Runtime(model), context=200, seconds=0.0)
+    costs = measure_costs(LeanRuntime(model), context=200, seconds=0.0)
     assert costs.context < 90
     assert costs.widths[0] == 1
     assert all(math.isfinite(t) for t in costs.verify)

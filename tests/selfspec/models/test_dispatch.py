@@ -21,7 +21,7 @@ from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.cli import main
 from selfspec.models.linears import is_exact
 from selfspec.models.loading import DeviceMap, parse_devices
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.costs import CostModel
 from selfspec.types.skip import SkipSet
 
@@ -88,10 +88,10 @@ def test_a_search_on_a_dispatched_model(folder, whole, tmp_path, monkeypatch):
 def test_modules_whose_inputs_alone_are_moved_keep_their_fast_path(whole):
     """Several GPUs without offloading: hooks that find everything in place."""
     model = tiny(CONFIGS["llama"])
-    expected = logits(Runtime(model))
+    expected = logits(LeanRuntime(model))
     model = dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
     assert is_exact(model.model.layers[0].mlp.up_proj)
-    torch.testing.assert_close(logits(Runtime(model)), expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(logits(LeanRuntime(model)), expected, atol=1e-12, rtol=1e-12)
     hooked = model.model.layers[0].mlp.up_proj
     hooked.register_forward_hook(lambda *_: None)
     assert not is_exact(hooked)
@@ -155,7 +155,7 @@ def split(model):
 )
 def test_what_cannot_be_followed_is_refused(change, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        Runtime(change(tiny(CONFIGS["llama"])))
+        LeanRuntime(change(tiny(CONFIGS["llama"])))
 
 
 TWO_DEVICES = """
@@ -166,7 +166,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from models import CONFIGS
 from transformers import AutoModelForCausalLM
 from selfspec.models import skeleton
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -183,7 +183,7 @@ with FakeTensorMode():
             for name, held in leaf.named_buffers(recurse=False):
                 setattr(leaf, name, torch.empty(held.shape, device=device))
             add_hook_to_module(leaf, AlignDevicesHook(execution_device=device))
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     assert [block.device.index for block in runtime.skeleton.blocks] == [0, 0, 1, 1]
     with runtime.session(64):
         for n, skip in ((1, SkipSet((1,), (2,))), (20, SkipSet((2, 3), (2, 3)))):

@@ -39,7 +39,7 @@ from selfspec.models.low_precision import fake
 from selfspec.proposers.chain import ProposerChain
 from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -83,7 +83,7 @@ def model_of(name):
 
 @functools.cache
 def runtime_of(name, rows=1):
-    return Runtime(model_of(name), rows=rows, kernel=fake)
+    return LeanRuntime(model_of(name), rows=rows, kernel=fake)
 
 
 def text_of(n=N, seed=1):
@@ -122,7 +122,7 @@ def test_logits_are_the_models_own(name, widths):
 def test_logits_in_less_precision(name, dtype):
     model = copy.deepcopy(model_of(name)).to(dtype)
     theirs = model(text_of(), use_cache=False).logits
-    ours = in_portions(Runtime(model), text_of(), WIDTHS["drafts"])
+    ours = in_portions(LeanRuntime(model), text_of(), WIDTHS["drafts"])
     if dtype == torch.float32:
         close(ours, theirs, 2e-5)
     else:  # experts may change where their router's scores are near each other
@@ -200,7 +200,7 @@ def test_few_bits_are_the_model_with_rounded_weights(name, seed):
     runtime = runtime_of(name)
     compiled = runtime.compile(path)
     assert compiled.unquantized == ()
-    theirs = Runtime(as_rounded(model_of(name), path))
+    theirs = LeanRuntime(as_rounded(model_of(name), path))
     expected = in_portions(theirs, tokens, (14,), theirs.compile(DraftPath(path.skip, path.vocabulary)))
     for widths in ((14,), (1,) * 14):
         torch.testing.assert_close(in_portions(runtime, tokens, widths, compiled), expected, atol=1e-6, rtol=1e-6)
@@ -220,7 +220,7 @@ def test_in_any_layout_of_weights(name, layout):
     model = copy.deepcopy(model_of(name)).float()
     theirs = model(text_of(), use_cache=False).logits
     apply_layout_(model, layout)
-    close(in_portions(Runtime(model), text_of(), WIDTHS["drafts"]), theirs, 2e-5)
+    close(in_portions(LeanRuntime(model), text_of(), WIDTHS["drafts"]), theirs, 2e-5)
 
 
 @every("trees")

@@ -20,7 +20,7 @@ from selfspec.models.families import FAMILIES
 from selfspec.models.families.llama import Llama
 from selfspec.models.layout import join_all_
 from selfspec.models.skeleton import read_skeleton
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONGROPE = {
@@ -53,7 +53,7 @@ def test_a_family_of_a_known_skeleton_is_a_line_in_the_registry(monkeypatch):
     with pytest.raises(UnsupportedModelError, match=refusal):
         join_all_(like)
     monkeypatch.setitem(FAMILIES, "llama-like", Llama())
-    assert plain(Runtime(like), [3, 1, 4], 12) == plain(Runtime(model), [3, 1, 4], 12)
+    assert plain(LeanRuntime(like), [3, 1, 4], 12) == plain(LeanRuntime(model), [3, 1, 4], 12)
     with pytest.raises(UnsupportedModelError, match="supported: .* llama, .*, llama-like$"):
         read_skeleton(torch.nn.Linear(2, 2))
 
@@ -110,7 +110,7 @@ def test_the_context_that_can_be_served(config, context, reason):
 @pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
 def test_length_dependent_ropes_are_exact_up_to_their_limit_and_refused_beyond(rope):
     model = tiny(LlamaConfig(**SIZES, rope_parameters=rope), dtype=torch.float32)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     context = runtime.skeleton.context
     tokens = torch.randint(61, (1, context), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

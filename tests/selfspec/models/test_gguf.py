@@ -25,7 +25,7 @@ from selfspec.models.gguf import check_gguf, own_dtype
 from selfspec.models.gguf_header import read_header
 from selfspec.models.loading import check_model_name, load_model, read_identity, stored_config
 from selfspec.models.pypi_models import PACKAGED, packaged_file
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 TOKENS = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 LLAMA3 = {
@@ -97,7 +97,7 @@ def test_tokenizer_template_ends_and_context_come_from_the_file(tmp_path):
     text = "def main():"
     assert llm.tokenizer.decode(llm.encode(text)) == text
     ids = llm.encode(text)
-    assert llm.generate(text, max_new_tokens=8).tokens == plain(Runtime(llm.model), ids, 8)
+    assert llm.generate(text, max_new_tokens=8).tokens == plain(LeanRuntime(llm.model), ids, 8)
     assert read_identity(str(path)).hidden == 64
     assert stored_config(str(path)) is not None
 

@@ -18,7 +18,7 @@ from selfspec.models.gguf_linear import BlockLinear
 from selfspec.models.half_storage import held_dtypes
 from selfspec.models.loading import load_model
 from selfspec.models.stored_linear import StoredEmbedding
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -83,7 +83,7 @@ def test_drafted_is_plain(kind, compiler, tmp_path, monkeypatch):
     llm = selfspec.load(path, dtype="file", profile="none")
     assert llm.runtime.native == compiler
     ids = PROMPT[0].tolist()
-    expected = plain(Runtime(llm.model), ids, 24)
+    expected = plain(LeanRuntime(llm.model), ids, 24)
     assert llm.generate(ids, max_new_tokens=24).tokens == expected
     for compiled, words in (SkipSet(attention={1}, mlp={1}), None), (SkipSet(mlp={0}), range(200)):
         drafter = llm.layer_skip(compiled, "fixed:k=3", words)
@@ -166,7 +166,7 @@ def test_a_file_of_several_types_is_kept_whole(tmp_path, caplog):
     whole, _ = load_model(path, dtype="float32")
     torch.testing.assert_close(logits(llm.model), logits(whole), atol=1e-3, rtol=1e-3)
     ids = PROMPT[0].tolist()
-    expected = plain(Runtime(llm.model), ids, 24)
+    expected = plain(LeanRuntime(llm.model), ids, 24)
     drafter = llm.layer_skip(SkipSet(attention={1}, mlp={0}), "fixed:k=3", range(200))
     assert llm.generate(ids, max_new_tokens=24, drafter=drafter).tokens == expected
     prompts = [PROMPT[0, n:].tolist() for n in (0, 7, 30)]

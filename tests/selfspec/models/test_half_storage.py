@@ -31,7 +31,7 @@ from selfspec.models.low_precision import fake
 from selfspec.models.native import NativeLinear, NativeProduct, nativise_
 from selfspec.models.native_library import library
 from selfspec.models.stored_linear import StoredEmbedding
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import FULL, DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -167,7 +167,7 @@ def test_a_held_model_has_the_bits_of_the_float32_model(dtype, name):
     apply_layout_(model, "native")
     assert held_dtypes(model) == str(dtype).removeprefix("torch.")
     assert held_dtypes(whole) is None
-    ours, theirs, plain = Runtime(model), Runtime(whole), Runtime(rows)
+    ours, theirs, plain = LeanRuntime(model), LeanRuntime(whole), LeanRuntime(rows)
     assert ours.compile(FULL).native is not None
     assert ours.dtype == torch.float32
     assert ours.skeleton.identity.fingerprint == theirs.skeleton.identity.fingerprint is not None
@@ -211,7 +211,7 @@ def test_groups_that_16_bits_do_not_hold_stay_float32():
     assert isinstance(model.model.layers[1].mlp.down_proj, HalfLinear)
     assert held_dtypes(model) == "bfloat16 and float32"
     ids = tokens_for(0, 5)
-    ours, theirs = Runtime(model), Runtime(whole)
+    ours, theirs = LeanRuntime(model), LeanRuntime(whole)
     with ours.session(5), theirs.session(5):
         assert torch.equal(ours.forward(ids, 0).logits, theirs.forward(ids, 0).logits)
 
@@ -293,7 +293,7 @@ def test_drafts_read_the_float32_values(dtype):
     model = model_in(dtype, "llama-mqa-tied")
     whole, ids = natively(model), tokens_for(1, 9)
     apply_layout_(model, "native")
-    ours, theirs = Runtime(model, kernel=fake), Runtime(whole, kernel=fake)
+    ours, theirs = LeanRuntime(model, kernel=fake), LeanRuntime(whole, kernel=fake)
     for path in paths:
         with ours.session(9), theirs.session(9):
             mine, other = (runtime.forward(ids, 0, path=runtime.compile(path)).logits for runtime in (ours, theirs))

@@ -17,7 +17,7 @@ from selfspec.models import layout
 from selfspec.models.layout import apply_layout_, choose, measure_layouts, weight_bytes
 from selfspec.models.native import IN_A_PASS
 from selfspec.models.onednn_linear import PackedLinear
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 NAMES = ["llama", "llama-mqa-tied", "llama-biases", "qwen2"]
@@ -34,7 +34,7 @@ def test_a_layout_changes_nothing_that_the_model_says(name, to):
     assert apply_layout_(model, to, drafting=True) == to
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits, atol=1e-3, rtol=1e-4)
-    assert plain(Runtime(model), [3, 1, 4], 12) == plain(Runtime(other), [3, 1, 4], 12)
+    assert plain(LeanRuntime(model), [3, 1, 4], 12) == plain(LeanRuntime(other), [3, 1, 4], 12)
     state = model.state_dict()
     assert list(state) == list(other.state_dict())
     assert all(torch.equal(weight, state[name]) for name, weight in other.state_dict().items())

@@ -21,7 +21,7 @@ from selfspec.models.linears import (
     side_by_side,
 )
 from selfspec.models.onednn_linear import PackedLinear, pack_
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 X = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -56,7 +56,7 @@ def test_joining_changes_nothing_but_where_parameters_lie(name, columns):
     assert sum(bytes_held.values()) == sum(p.numel() * p.element_size() for p in parameters.values())
     ids = torch.tensor([[3, 1, 4]])
     torch.testing.assert_close(model(ids).logits, other(ids).logits)
-    assert plain(Runtime(model), [3, 1, 4], 12) == plain(Runtime(other), [3, 1, 4], 12)
+    assert plain(LeanRuntime(model), [3, 1, 4], 12) == plain(LeanRuntime(other), [3, 1, 4], 12)
 
 
 class Products(TorchFunctionMode):
@@ -96,7 +96,7 @@ def test_what_is_not_an_exact_linear_stays_as_it_is():
     join_all_(model)
     assert [parameter.data_ptr() for parameter in model.model.layers[1].self_attn.parameters()] == weights
     torch.testing.assert_close(together(parts(model)), separately(parts(model)))
-    plain(Runtime(model), [3, 1, 4], 4)
+    plain(LeanRuntime(model), [3, 1, 4], 4)
     assert heard
 
 

@@ -34,7 +34,7 @@ from selfspec.models.layout import apply_layout_, layout_times, measure_layouts
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import quantize
 from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_, torch_has_bfloat16
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import FULL
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -304,7 +304,7 @@ def linears(model):
 
 def logits(model, widths=(5, 1, 2)):
     """Of `IDS`, by a runtime of its own, in passes of these widths."""
-    runtime, parts, start = model if isinstance(model, Runtime) else Runtime(model), [], 0
+    runtime, parts, start = model if isinstance(model, LeanRuntime) else LeanRuntime(model), [], 0
     with runtime.session(IDS.shape[1]):
         for width in widths:
             parts.append(runtime.forward(IDS[:, start : start + width], start).logits)
@@ -358,7 +358,7 @@ def test_a_model_that_was_cast_computes_as_any_other(to):
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "llama-mqa-tied"])
 def test_weights_changed_in_place_are_seen(name):
     model = laid(name)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     logits(runtime)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -813,7 +813,7 @@ def test_older_processors_compute_the_same(monkeypatch, anew, processor):
         assert torch.equal(ours.batch_invariant(x), theirs.batch_invariant(x))
         torch.testing.assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-5)
     model = laid("llama-head-dim")
-    assert Runtime(model).compile(FULL).native is not None
+    assert LeanRuntime(model).compile(FULL).native is not None
     assert_near(logits(model), logits(single("llama-head-dim")))
 
 

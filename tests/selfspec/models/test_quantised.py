@@ -15,7 +15,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.llm import wrap
 from selfspec.models.linears import is_exact
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.skip import SkipSet
 
 CONFIG = LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3})
@@ -89,7 +89,7 @@ def test_plain_and_drafted_tokens_are_transformers_own(make, name, tmp_path):
     assert not is_exact(model.model.layers[0].mlp.down_proj)
     expected = told(model, PROMPT)
     llm = asked(model)
-    check_same(model, plain(Runtime(model), PROMPT, NEW), expected)
+    check_same(model, plain(LeanRuntime(model), PROMPT, NEW), expected)
     for path in SkipSet(attention={1}), SkipSet(mlp={0, 2}):
         drafted = llm.generate(PROMPT, max_new_tokens=NEW, drafter=llm.layer_skip(path, "fixed:k=3"))
         check_same(model, drafted.tokens, expected)

@@ -15,7 +15,7 @@ from torch import nn
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -48,9 +48,9 @@ def test_a_path_in_few_bits_is_the_model_with_rounded_weights(name, seed):
     model = model_of(name)
     path = random_path(17 * seed + len(name), LAYERS, words=model.config.vocab_size)
     tokens = tokens_for(model)
-    runtime = Runtime(model, kernel=fake)
+    runtime = LeanRuntime(model, kernel=fake)
     before = copy.deepcopy(model.state_dict())
-    rounded_model = Runtime(as_rounded(model, path))
+    rounded_model = LeanRuntime(as_rounded(model, path))
     assert runtime.compile(path).unquantized == ()
     expected = logits(rounded_model, DraftPath(path.skip, path.vocabulary), tokens)
     for one_by_one in (False, True):
@@ -66,9 +66,9 @@ def test_a_path_in_few_bits_is_the_model_with_rounded_weights(name, seed):
 @pytest.mark.parametrize("name", ["llama", "llama-mqa-tied"])
 def test_the_head_in_few_bits(head, words, name):
     model = model_of(name)
-    runtime, path, tokens = Runtime(model, kernel=fake), DraftPath(head=head, vocabulary=words), tokens_for(model)
+    runtime, path, tokens = LeanRuntime(model, kernel=fake), DraftPath(head=head, vocabulary=words), tokens_for(model)
     ours = logits(runtime, path, tokens)
-    expected = logits(Runtime(as_rounded(model, path)), DraftPath(), tokens)
+    expected = logits(LeanRuntime(as_rounded(model, path)), DraftPath(), tokens)
     seen = list(words or range(61))
     torch.testing.assert_close(ours[..., seen], expected[..., seen], atol=1e-10, rtol=1e-10)
     assert int(torch.isfinite(ours).sum()) == N * len(seen)
@@ -82,8 +82,8 @@ def test_real_products_are_near_it(bits, kernel, dtype):
     exact = model_of("llama-biases").to(dtype).double()
     mode = "int8" if bits == 8 else "int4"
     path, tokens = DraftPath.from_modes([mode] * 2 * LAYERS, head=mode), tokens_for(exact, rows=2)
-    expected = logits(Runtime(exact, kernel=fake, rows=2), path, tokens)
-    runtime = Runtime(copy.deepcopy(exact).to(dtype), kernel=kernel, rows=2)
+    expected = logits(LeanRuntime(exact, kernel=fake, rows=2), path, tokens)
+    runtime = LeanRuntime(copy.deepcopy(exact).to(dtype), kernel=kernel, rows=2)
     for one_by_one in (False, True):
         ours = logits(runtime, path, tokens, one_by_one=one_by_one)
         assert float((ours.double() - expected).norm()) < 0.06 * float(expected.norm())
@@ -94,9 +94,9 @@ def test_real_products_are_near_it(bits, kernel, dtype):
 def test_however_weights_are_laid_out(layout, name):
     model = model_of(name, dtype=torch.float32)
     path, tokens = random_path(3, LAYERS), tokens_for(model)
-    expected = logits(Runtime(copy.deepcopy(model), kernel=fake), path, tokens)
+    expected = logits(LeanRuntime(copy.deepcopy(model), kernel=fake), path, tokens)
     apply_layout_(model, layout)
-    runtime = Runtime(model, kernel=fake)
+    runtime = LeanRuntime(model, kernel=fake)
     ours = logits(runtime, path, tokens)
     assert runtime.compile(path).unquantized == ()
     torch.testing.assert_close(ours / expected.abs().max(), expected / expected.abs().max(), atol=1e-5, rtol=0)
@@ -139,11 +139,11 @@ def test_what_cannot_be_had_in_few_bits_runs_in_full(what, mode):
     path = DraftPath.from_modes([mode] * 2 * LAYERS, head=mode)
     plain = model_of("llama", dtype=torch.float32)
     model = changed(copy.deepcopy(plain), what)
-    runtime, tokens = Runtime(model, kernel=fake), tokens_for(plain)
+    runtime, tokens = LeanRuntime(model, kernel=fake), tokens_for(plain)
     compiled = runtime.compile(path)
     assert compiled.unquantized == ("attention 1", "mlp 2", "head")
     alike = changed(as_rounded(plain, path, compiled.unquantized), what)
-    expected = logits(Runtime(alike), DraftPath(), tokens)
+    expected = logits(LeanRuntime(alike), DraftPath(), tokens)
     ours = logits(runtime, path, tokens)
     torch.testing.assert_close(ours / expected.abs().max(), expected / expected.abs().max(), atol=1e-5, rtol=0)
     if what in ("adapters", "offloaded"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_had_in_few_bits_runs_in_full(what, mode):
 
 def test_groups_that_do_not_divide_run_in_full():
     """48 inputs are no multiple of 32, and can be had in int8."""
-    runtime = Runtime(tiny(CONFIGS["llama"]), kernel=fake)
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]), kernel=fake)
     compiled = runtime.compile(DraftPath.from_modes(["int4"] * 8, head="int4"))
     assert compiled.unquantized == ("mlp 0", "mlp 1", "mlp 2", "mlp 3")
     assert runtime.skeleton.quantizer.bytes(0, "mlp", 4) is None
@@ -165,7 +165,7 @@ def test_a_head_over_some_words_that_cannot_be_had_in_few_bits_is_in_full():
     config = copy.deepcopy(CONFIGS["llama"])
     config.hidden_size, config.head_dim = 48, 8
     model = tiny(config)
-    runtime, tokens = Runtime(model, kernel=fake), tokens_for(model)
+    runtime, tokens = LeanRuntime(model, kernel=fake), tokens_for(model)
     compiled = runtime.compile(DraftPath(head="int4", vocabulary=(5, 7)))
     assert compiled.unquantized == ("head",)
     assert compiled.bytes == 2 * 48 * 8
@@ -174,7 +174,7 @@ def test_a_head_over_some_words_that_cannot_be_had_in_few_bits_is_in_full():
 
 
 def test_bytes():
-    runtime = Runtime(model_of("llama"), kernel=fake)
+    runtime = LeanRuntime(model_of("llama"), kernel=fake)
     lowered = runtime.skeleton.quantizer
     attention8 = bytes_of(8, 64, 32) + bytes_of(8, 32, 32)
     mlp4 = bytes_of(4, 128, 32) + bytes_of(4, 32, 64)
@@ -196,7 +196,7 @@ def test_what_is_lowered_is_shared_and_freed():
         made.append(tuple(weight.values.shape))
         return call
 
-    runtime = Runtime(model_of("llama"), kernel=kernel)
+    runtime = LeanRuntime(model_of("llama"), kernel=kernel)
     some = DraftPath(int8=SkipSet((0, 1)), head="int8")
     more = DraftPath(SkipSet((), (3,)), int8=SkipSet((1, 2)), head="int8", vocabulary=(1, 2, 3))
     first = runtime.compile(some)
@@ -220,7 +220,7 @@ def test_the_fastest_kernel_is_asked_for_once_for_each_kind_of_weight(monkeypatc
         "selfspec.models.quantized_sublayers.kernel_for",
         lambda weight, bits: asked.append((tuple(weight.shape), bits)) or fake,
     )
-    runtime = Runtime(model_of("llama"))
+    runtime = LeanRuntime(model_of("llama"))
     ways = [runtime.compile(DraftPath.from_modes([mode] * 8, head="int8")) for mode in ("int8", "int4", "int8")]
     assert all(not compiled.unquantized for compiled in ways)
     assert asked == [((32, 32), 8), ((64, 32), 8), ((61, 32), 8), ((32, 32), 4), ((64, 32), 4)]
@@ -230,5 +230,5 @@ def test_without_a_kernel_of_ours_a_path_drafts_here_too():
     """With whichever products this machine has."""
     model = model_of("llama", dtype=torch.float32)
     path, tokens = DraftPath.from_modes(["int8"] * 8, head="int8"), tokens_for(model)
-    ours, exact = logits(Runtime(model), path, tokens), logits(Runtime(model, kernel=fake), path, tokens)
+    ours, exact = logits(LeanRuntime(model), path, tokens), logits(LeanRuntime(model, kernel=fake), path, tokens)
     assert float((ours - exact).norm()) < 0.06 * float(exact.norm())

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.widen import widen
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 
@@ -48,8 +48,8 @@ def test_sizes_grow_and_what_is_added_is_at_work():
 def test_the_runtime_serves_it_and_the_original_is_unchanged():
     model = tiny(CONFIGS["llama"])
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    text = plain(Runtime(model), [3, 1, 4], 20)
-    assert plain(Runtime(widen(model, 2)), [3, 1, 4], 20) == text
+    text = plain(LeanRuntime(model), [3, 1, 4], 20)
+    assert plain(LeanRuntime(widen(model, 2)), [3, 1, 4], 20) == text
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
 
 

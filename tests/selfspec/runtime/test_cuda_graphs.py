@@ -24,7 +24,7 @@ from selfspec.drafters.head_drafter import HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.runtime.cuda_graphs import ROWS, CudaRecorder, recorder_for, rounded_up
-from selfspec.runtime.forward import WARM_ROWS, Runtime
+from selfspec.runtime.forward import WARM_ROWS, LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
@@ -62,8 +62,8 @@ def test_recorded_passes_give_what_others_give(config):
     model = tiny(config)
     widths = [5, *(1, 3, 2, 4) * 8]
     tokens, tape = tokens_for(model, n=sum(widths)), Tape()
-    ours = chunked(Runtime(model, recorder=tape), tokens, widths)
-    torch.testing.assert_close(ours, chunked(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
+    ours = chunked(LeanRuntime(model, recorder=tape), tokens, widths)
+    torch.testing.assert_close(ours, chunked(LeanRuntime(model), tokens, widths), atol=1e-9, rtol=1e-9)
     assert (tape.recorded, tape.replayed) == (5, 1 + 4 * 8)
 
 
@@ -74,8 +74,10 @@ def test_recorded_passes_with_fused_attention(dtype):
     widths = [5, *(1, 3, 2, 4) * 3]
     tokens, tape = tokens_for(model, n=sum(widths)), Tape()
     if dtype == torch.bfloat16:
-        assert Runtime(model).native is False  # its sizes are no multiples of a vector's
-    ours, theirs = (chunked(one, tokens, widths).double() for one in (Runtime(model, recorder=tape), Runtime(model)))
+        assert LeanRuntime(model).native is False  # its sizes are no multiples of a vector's
+    ours, theirs = (
+        chunked(one, tokens, widths).double() for one in (LeanRuntime(model, recorder=tape), LeanRuntime(model))
+    )
     assert tape.replayed == 1 + 4 * 3
     assert float((ours - theirs).norm()) < 0.02 * float(theirs.norm())
 
@@ -84,7 +86,7 @@ def test_recorded_passes_with_fused_attention(dtype):
 @pytest.mark.parametrize("temperature", [0.0, 1.3], ids=["greedy", "match"])
 def test_texts_are_the_same(make, temperature):
     model, tape = small(VOCABULARY, seed=2), Tape()
-    recorded, others = Runtime(model, kernel=fake, recorder=tape), Runtime(model, kernel=fake)
+    recorded, others = LeanRuntime(model, kernel=fake, recorder=tape), LeanRuntime(model, kernel=fake)
     drafter = make(recorded)
     for prompt in PROMPTS:
         seed = 3 if temperature else None
@@ -104,8 +106,8 @@ def test_texts_are_the_same(make, temperature):
 @pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 def test_sequences_together(make):
     model, tape = small(VOCABULARY, seed=2), Tape()
-    alone = [plain(Runtime(model), prompt, 24) for prompt in PROMPTS]
-    runtime = Runtime(model, rows=3, kernel=fake, recorder=tape)
+    alone = [plain(LeanRuntime(model), prompt, 24) for prompt in PROMPTS]
+    runtime = LeanRuntime(model, rows=3, kernel=fake, recorder=tape)
     seqs = [SequenceState(list(prompt), 24, Sampler(), frozenset()) for prompt in PROMPTS]
     waiting = list(seqs)
     with Engine(runtime, make(runtime)) as engine:
@@ -120,7 +122,7 @@ def test_sequences_together(make):
 def test_trees_and_rows():
     """Random drafts for random rows, over and over, so that recordings meet other masks, places and lengths."""
     model, tape, chance = small(VOCABULARY, seed=2), Tape(), random.Random(0)
-    ours, theirs = Runtime(model, rows=3, recorder=tape), Runtime(model, rows=3)
+    ours, theirs = LeanRuntime(model, rows=3, recorder=tape), LeanRuntime(model, rows=3)
     known = torch.randint(VOCABULARY, (3, 60), generator=torch.Generator().manual_seed(0))
     with ours.session(100), theirs.session(100):
         for runtime in (ours, theirs):
@@ -143,7 +145,7 @@ def test_trees_and_rows():
 
 
 def test_what_a_pass_gave_stays():
-    runtime = Runtime(small(VOCABULARY), recorder=Tape())
+    runtime = LeanRuntime(small(VOCABULARY), recorder=Tape())
     with runtime.session(20):
         steps = [runtime.forward(torch.tensor([[i]]), i, hidden=(1,)) for i in range(8)]
         kept = [(step.logits.clone(), step.hidden[1].clone()) for step in steps]
@@ -158,7 +160,7 @@ def test_longer_texts_record_nothing_anew():
     """The cache has slots for the whole context at once, and what is seen is rounded up to 1,024 slots."""
     model, tape = small(VOCABULARY, seed=2), Tape()
     model.config.max_position_embeddings = 900
-    runtime, others = Runtime(model, recorder=tape), Runtime(model)
+    runtime, others = LeanRuntime(model, recorder=tape), LeanRuntime(model)
     for room in (20, 600, 20):
         assert plain(runtime, [1, 2], room) == plain(others, [1, 2], room)
         assert tape.recorded == 1
@@ -169,11 +171,11 @@ def test_a_cache_is_sized_once_where_passes_are_recorded(monkeypatch, asked, slo
     """Within the memory for it, else doubled; elsewhere it grows with the texts."""
     model = small(VOCABULARY, seed=2)
     model.config.max_position_embeddings = 4200
-    runtime = Runtime(model, recorder=Tape())
-    slot_bytes = 2 * sum(t.nbytes for t in Runtime(model, recorder=Tape()).cache.keys) // 16  # 16 spare slots
+    runtime = LeanRuntime(model, recorder=Tape())
+    slot_bytes = 2 * sum(t.nbytes for t in LeanRuntime(model, recorder=Tape()).cache.keys) // 16  # 16 spare slots
     monkeypatch.setattr("selfspec.runtime.forward._CAPTURED", 600 * slot_bytes)
     assert runtime._rounded_up(asked) == max(slots, -(-asked // 256) * 256)
-    assert Runtime(model)._rounded_up(asked) == -(-asked // 256) * 256
+    assert LeanRuntime(model)._rounded_up(asked) == -(-asked // 256) * 256
 
 
 @pytest.mark.parametrize("slots", [1, 255, 256, 257, 1024, 1025, 1300, 4096, 4097, 100_000])
@@ -196,7 +198,7 @@ def test_what_is_recorded_is_not_charged_to_drafts(monkeypatch):
             return super().record(body, pool)
 
     tape, begun = Slow(), clock()
-    runtime = Runtime(small(VOCABULARY), recorder=tape)
+    runtime = LeanRuntime(small(VOCABULARY), recorder=tape)
     with runtime.session(20):
         for position in range(2):
             runtime.forward(torch.tensor([[1]]), position)
@@ -207,14 +209,14 @@ def test_what_is_recorded_is_not_charged_to_drafts(monkeypatch):
 def test_what_rounds_run_is_recorded_before_the_first_one():
     """Draft steps, and verification of up to nine rows; the text is what it was, and a second one records nothing."""
     model, tape = small(VOCABULARY, seed=2), Tape()
-    runtime = Runtime(model, recorder=tape)
+    runtime = LeanRuntime(model, recorder=tape)
     drafter = LayerSkipDrafter(runtime, SKIP, FixedK(4))
     with Engine(runtime, drafter) as engine:
         engine.join(SequenceState([1, 4, 2, 9], 24, Sampler(), frozenset()))
         assert tape.recorded == WARM_ROWS + 1
         while engine.running:
             engine.step()
-    assert run(runtime, drafter, [1, 4, 2, 9], 24)[0] == plain(Runtime(model), [1, 4, 2, 9], 24)
+    assert run(runtime, drafter, [1, 4, 2, 9], 24)[0] == plain(LeanRuntime(model), [1, 4, 2, 9], 24)
     assert tape.recorded == WARM_ROWS + 1
 
 
@@ -253,7 +255,7 @@ def test_what_reads_values_is_refused_before_anything_is_captured(fake_cuda, bod
 
 def test_wide_passes_are_not_recorded():
     model, tape = small(VOCABULARY), Tape()
-    runtime = Runtime(model, recorder=tape)
+    runtime = LeanRuntime(model, recorder=tape)
     with runtime.session(4 * ROWS):
         for start in range(3):
             runtime.forward(torch.ones(1, ROWS + 1, dtype=torch.long), start)
@@ -261,7 +263,7 @@ def test_wide_passes_are_not_recorded():
 
 
 def test_a_path_that_is_gone_takes_its_recordings_along():
-    runtime = Runtime(small(VOCABULARY), kernel=fake, recorder=Tape())
+    runtime = LeanRuntime(small(VOCABULARY), kernel=fake, recorder=Tape())
     drafter = LayerSkipDrafter(runtime, LOW, FixedK(3))
     run(runtime, drafter, [1, 2], 20)
     assert len(runtime._graphs._made) == 2
@@ -272,11 +274,11 @@ def test_a_path_that_is_gone_takes_its_recordings_along():
 
 def test_where_nothing_can_be_recorded_a_word_is_said_and_texts_are_right(caplog):
     model, tape = small(VOCABULARY), Tape(fails=True)
-    runtime = Runtime(model, kernel=fake, recorder=tape)
+    runtime = LeanRuntime(model, kernel=fake, recorder=tape)
     with caplog.at_level(logging.WARNING, "selfspec"):
         for prompt in PROMPTS:
             text = run(runtime, LayerSkipDrafter(runtime, SKIP, FixedK(3)), prompt, 20)[0]
-            assert text == plain(Runtime(model), prompt, 20)
+            assert text == plain(LeanRuntime(model), prompt, 20)
     assert [record.getMessage() for record in caplog.records] == [
         "CUDA graph capture failed; passes run eagerly (operation not permitted when stream is capturing)"
     ]
@@ -289,20 +291,20 @@ def test_experts_that_are_chosen_by_reading_values_are_not_recorded(name, caplog
     widths = [5, *(1, 3) * 4]
     tokens = tokens_for(model, n=sum(widths))
     with caplog.at_level(logging.WARNING, "selfspec"):
-        ours = chunked(Runtime(model, recorder=tape), tokens, widths)
-    torch.testing.assert_close(ours, chunked(Runtime(model), tokens, widths), atol=1e-9, rtol=1e-9)
+        ours = chunked(LeanRuntime(model, recorder=tape), tokens, widths)
+    torch.testing.assert_close(ours, chunked(LeanRuntime(model), tokens, widths), atol=1e-9, rtol=1e-9)
     assert tape.replayed == 0
     assert len(caplog.records) == 1
 
 
 def test_hooks_see_every_pass():
     model, tape, seen = small(VOCABULARY), Tape(), []
-    runtime = Runtime(model, recorder=tape)
+    runtime = LeanRuntime(model, recorder=tape)
     text = plain(runtime, [1, 2], 10)
     replayed = tape.replayed
     assert replayed > 0
     handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
-    watched = Runtime(model, recorder=tape)
+    watched = LeanRuntime(model, recorder=tape)
     assert plain(watched, [1, 2], 10) == text
     assert len(seen) == 10
     assert tape.replayed == replayed
@@ -313,7 +315,7 @@ def test_hooks_see_every_pass():
 
 def test_weights_that_are_changed_in_place_count():
     model = small(VOCABULARY)
-    runtime = Runtime(model, recorder=Tape())
+    runtime = LeanRuntime(model, recorder=Tape())
     before = plain(runtime, [1, 2], 20)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -321,26 +323,26 @@ def test_weights_that_are_changed_in_place_count():
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
             )
     after = plain(runtime, [1, 2], 20)
-    assert after == plain(Runtime(model), [1, 2], 20)
+    assert after == plain(LeanRuntime(model), [1, 2], 20)
     assert after != before
 
 
 def test_runtimes_beside_each_other_have_recordings_of_their_own():
     model, tape = small(VOCABULARY), Tape()
-    one = Runtime(model, recorder=tape)
+    one = LeanRuntime(model, recorder=tape)
     other = one.with_new_cache(rows=2)
     texts = [plain(runtime, [1, 2], 20) for runtime in (one, other, one)]
-    assert texts == [plain(Runtime(model), [1, 2], 20)] * 3
+    assert texts == [plain(LeanRuntime(model), [1, 2], 20)] * 3
     assert tape.recorded == 2
 
 
 def test_processors_have_no_recordings():
-    runtime = Runtime(small(VOCABULARY))
+    runtime = LeanRuntime(small(VOCABULARY))
     assert recorder_for(runtime.model, runtime.skeleton) is None
 
 
 def test_recordings_can_be_switched_off(monkeypatch):
-    runtime = Runtime(small(VOCABULARY))
+    runtime = LeanRuntime(small(VOCABULARY))
     there = type(runtime.skeleton)(
         **{
             **{name: getattr(runtime.skeleton, name) for name in runtime.skeleton.__slots__},
@@ -358,13 +360,13 @@ def test_recordings_can_be_switched_off(monkeypatch):
 def test_cuda_graphs_give_the_same_texts(make, monkeypatch, caplog):
     model = small(VOCABULARY, seed=2).cuda()
     with caplog.at_level(logging.WARNING, "selfspec"):
-        runtime = Runtime(model, kernel=fake)
+        runtime = LeanRuntime(model, kernel=fake)
         texts = [run(runtime, make(runtime), prompt, 40)[0] for prompt in PROMPTS]
     assert not caplog.records
     assert runtime._graphs is not None
     assert runtime._graphs._made
     monkeypatch.setenv("SELFSPEC_GRAPHS", "0")
-    assert texts == [plain(Runtime(model), prompt, 40) for prompt in PROMPTS]
+    assert texts == [plain(LeanRuntime(model), prompt, 40) for prompt in PROMPTS]
 
 
 @pytest.mark.gpu
@@ -373,9 +375,9 @@ def test_cuda_graphs_are_near_what_others_give(dtype, monkeypatch):
     model = tiny(CONFIGS["llama"], dtype=dtype).cuda()
     widths = [5, *(1, 3, 2, 4) * 8]
     tokens = tokens_for(model, n=sum(widths)).cuda()
-    ours = chunked(Runtime(model), tokens, widths).double()
+    ours = chunked(LeanRuntime(model), tokens, widths).double()
     monkeypatch.setenv("SELFSPEC_GRAPHS", "0")
-    theirs = chunked(Runtime(model), tokens, widths).double()
+    theirs = chunked(LeanRuntime(model), tokens, widths).double()
     assert float((ours - theirs).norm()) < (1e-4 if dtype == torch.float32 else 0.02) * float(theirs.norm())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.models.low_precision import fake
 from selfspec.models.norms import Norms
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
 
@@ -31,11 +31,11 @@ def reference(model, tokens, **options):
 def test_logits_equal_transformers(name, widths):
     model = tiny(CONFIGS[name])
     tokens = tokens_for(model)
-    ours = chunked(Runtime(model), tokens, widths)
+    ours = chunked(LeanRuntime(model), tokens, widths)
     theirs = reference(exact_norms(copy.deepcopy(model)), tokens).logits
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
     single = model.float()
-    ours = chunked(Runtime(single), tokens, widths)
+    ours = chunked(LeanRuntime(single), tokens, widths)
     scale = theirs.abs().max()
     torch.testing.assert_close(ours / scale, reference(single, tokens).logits / scale, atol=1e-5, rtol=0)
 
@@ -45,7 +45,7 @@ def test_logits_equal_transformers(name, widths):
 def test_half_precision_is_as_near_as_rounding_allows(dtype, widths):
     model = tiny(CONFIGS["llama"]).to(dtype)
     tokens = tokens_for(model)
-    ours, theirs = chunked(Runtime(model), tokens, widths), reference(model, tokens).logits
+    ours, theirs = chunked(LeanRuntime(model), tokens, widths), reference(model, tokens).logits
     assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()
 
 
@@ -65,7 +65,7 @@ def test_hidden_streams_and_logit_rows():
     model = exact_norms(tiny(CONFIGS["qwen2"]))
     tokens = tokens_for(model)
     theirs = reference(model, tokens, output_hidden_states=True)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     with runtime.session(N):
         step = runtime.forward(tokens, 0, logits="last", hidden=(0, 2, runtime.layers), between=(1,))
         half = runtime.forward(
@@ -104,7 +104,7 @@ def silenced(model, skip):
 def test_skipping_is_a_model_whose_sub_layers_add_nothing(name, skip):
     model = tiny(CONFIGS[name])
     tokens = tokens_for(model)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     path = runtime.compile(DraftPath(skip))
     with runtime.session(N):
         ours = [runtime.forward(tokens[:, i : i + 1], i, path=path).logits for i in range(N)]
@@ -119,7 +119,7 @@ def test_a_skipped_sub_layer_is_not_called_and_writes_no_keys():
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.q_proj.register_forward_hook(lambda *_, i=i: called.append(("attention", i)))
         layer.mlp.up_proj.register_forward_hook(lambda *_, i=i: called.append(("mlp", i)))
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     with runtime.session(N):
         runtime.forward(tokens_for(model), 0, path=runtime.compile(DraftPath(SkipSet((1, 2), (0, 2, 3)))))
         assert called == [("attention", 0), ("mlp", 1), ("attention", 3)]
@@ -130,7 +130,7 @@ def test_a_skipped_sub_layer_is_not_called_and_writes_no_keys():
 def test_a_tree_pass_equals_its_chains():
     """Rows of a tree, under a mask, at slots that are not their positions, are the rows of each path alone."""
     model = tiny(CONFIGS["llama"])
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     prefix = tokens_for(model, n=10)
     nodes, parents, depths = [3, 7, 9, 4], [-1, -1, 0, 2], [1, 1, 2, 3]
     with runtime.session(N):
@@ -157,8 +157,8 @@ def test_rows_of_a_batch_are_independent():
     model = tiny(CONFIGS["llama"])
     tokens = tokens_for(model, rows=3, n=12)
     lengths = [12, 5, 9]
-    alone = [chunked(Runtime(model), tokens[i : i + 1, :n], (n,))[0] for i, n in enumerate(lengths)]
-    runtime = Runtime(model, rows=3)
+    alone = [chunked(LeanRuntime(model), tokens[i : i + 1, :n], (n,))[0] for i, n in enumerate(lengths)]
+    runtime = LeanRuntime(model, rows=3)
     with runtime.session(16):
         spare = runtime.cache.spare
         place = torch.arange(12).expand(3, 12)
@@ -172,19 +172,19 @@ def test_rows_of_a_batch_are_independent():
         step = runtime.forward(torch.tensor([[1], [2], [3]]), after)
         for i, n in enumerate(lengths):
             whole = torch.cat((tokens[i : i + 1, :n], torch.tensor([[i + 1]])), dim=1)
-            torch.testing.assert_close(step.logits[i], chunked(Runtime(model), whole, (n + 1,))[0, -1:])
+            torch.testing.assert_close(step.logits[i], chunked(LeanRuntime(model), whole, (n + 1,))[0, -1:])
 
 
 def test_one_row_of_a_batch_can_be_run_alone():
     model = tiny(CONFIGS["llama"])
     tokens = tokens_for(model, rows=2, n=8)
-    runtime = Runtime(model, rows=2)
+    runtime = LeanRuntime(model, rows=2)
     with runtime.session(8):
         runtime.forward(tokens, 0, logits=None)
         kept = runtime.cache.keys[0][0].clone()
         other = runtime.forward(tokens[:1], 0, rows=slice(1, 2)).logits
         assert torch.equal(runtime.cache.keys[0][0], kept)
-    torch.testing.assert_close(other, chunked(Runtime(model), tokens[:1], (8,)))
+    torch.testing.assert_close(other, chunked(LeanRuntime(model), tokens[:1], (8,)))
 
 
 def test_a_replaced_linear_is_called_as_it_is():
@@ -202,7 +202,7 @@ def test_a_replaced_linear_is_called_as_it_is():
     for layer in model.model.layers:
         layer.self_attn.q_proj, layer.mlp.down_proj = Adapted(layer.self_attn.q_proj), Adapted(layer.mlp.down_proj)
     tokens = tokens_for(model)
-    ours = chunked(Runtime(model), tokens, (N,))
+    ours = chunked(LeanRuntime(model), tokens, (N,))
     torch.testing.assert_close(ours, reference(exact_norms(model), tokens).logits, atol=1e-10, rtol=1e-10)
 
 
@@ -211,13 +211,13 @@ def test_the_model_is_not_changed():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tokens = tokens_for(model)
     logits = reference(model, tokens).logits
-    chunked(Runtime(model), tokens, (N,))
+    chunked(LeanRuntime(model), tokens, (N,))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(reference(model, tokens).logits, logits)
 
 
 def test_sessions_exclude_each_other_and_reuse_the_cache():
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     with runtime.session(100):
         with pytest.raises(BusyError, match="still generating"), runtime.session(10):
             pass
@@ -229,7 +229,7 @@ def test_sessions_exclude_each_other_and_reuse_the_cache():
 
 
 def test_a_cache_that_cannot_be_had_leaves_the_runtime_usable(monkeypatch):
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     zeros = torch.zeros
 
     def failing(shape, **options):
@@ -246,7 +246,7 @@ def test_a_cache_that_cannot_be_had_leaves_the_runtime_usable(monkeypatch):
 
 
 def test_an_empty_cache_is_dropped_before_the_next_is_allocated(monkeypatch):
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     old, alive = weakref.ref(runtime.cache.keys[0]), []
     zeros = torch.zeros
 
@@ -261,7 +261,7 @@ def test_an_empty_cache_is_dropped_before_the_next_is_allocated(monkeypatch):
 
 
 def test_commit_gathers_a_path():
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     with runtime.session(20):
         cache = runtime.cache
         for keys in cache.keys:
@@ -281,19 +281,19 @@ def test_weights_offloaded_by_accelerate(place, tmp_path):
 
     model = tiny(CONFIGS["llama"], dtype=torch.float32)
     tokens = tokens_for(model)
-    whole = chunked(Runtime(model), tokens, (N - 2, 1, 1))
+    whole = chunked(LeanRuntime(model), tokens, (N - 2, 1, 1))
     if place == "cpu":
         cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     assert model.model.layers[0].mlp.up_proj.weight.is_meta
-    ours = chunked(Runtime(model), tokens, (N - 2, 1, 1))
+    ours = chunked(LeanRuntime(model), tokens, (N - 2, 1, 1))
     torch.testing.assert_close(ours / whole.abs().max(), whole / whole.abs().max(), atol=1e-5, rtol=0)
 
 
 def test_a_head_over_some_tokens():
     model = tiny(CONFIGS["llama"])
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     tokens = tokens_for(model)
     some = [5, 0, 60, 17]
     with runtime.session(N):
@@ -307,13 +307,13 @@ def test_a_head_over_some_tokens():
             runtime.compile(DraftPath(vocabulary=tuple(wrong)))
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(SelfspecError, match="head's own weight"):
-        Runtime(model).compile(DraftPath(vocabulary=tuple(some)))
+        LeanRuntime(model).compile(DraftPath(vocabulary=tuple(some)))
 
 
 def test_norms_trained_after_wrapping_count():
     """From the next session on, whatever weight was changed in place."""
     model = tiny(CONFIGS["llama"])
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     tokens = tokens_for(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -324,7 +324,7 @@ def test_norms_trained_after_wrapping_count():
 
 
 def test_a_runtime_beside_another_shares_what_is_compiled_and_has_a_cache_of_its_own():
-    runtime = Runtime(tiny(CONFIGS["llama"]), kernel=fake)
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]), kernel=fake)
     named = DraftPath(SkipSet((1,), ()), int8=SkipSet((), (0,)), head="int8")
     path = runtime.compile(named)
     tokens = tokens_for(runtime.model, rows=3, n=9)
@@ -344,7 +344,7 @@ def test_a_runtime_beside_another_shares_what_is_compiled_and_has_a_cache_of_its
 
 
 def test_that_weights_are_brought_into_few_bits_is_said_where_it_takes_long(monkeypatch, caplog):
-    runtime = Runtime(tiny(CONFIGS["llama"], dtype=torch.float32), kernel=fake)
+    runtime = LeanRuntime(tiny(CONFIGS["llama"], dtype=torch.float32), kernel=fake)
     every = tuple(range(runtime.layers))
     path = DraftPath(int8=SkipSet(every, every))
     monkeypatch.setattr("selfspec.runtime.compiled_path._LONG", runtime.extra_bytes(path) - 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from families import FAMILY_CONFIGS, WINDOW
+from lowering import as_rounded, random_path
 from models import SIZES, plain, run, tiny
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
@@ -33,9 +35,10 @@ from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, LookaheadDrafter, LookupDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.layout import apply_layout_
+from selfspec.models.low_precision import bytes_of, fake
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.factory import open_runtime
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -109,7 +112,7 @@ def test_drafts_are_checked(name):
 def test_it_skips_as_the_lean_runtime_does(name):
     """And gives the same streams, trees and branches."""
     model = tiny(FAMILY_CONFIGS[name], dtype=torch.float32)
-    own, lean = GenericRuntime(model), Runtime(model)
+    own, lean = GenericRuntime(model), LeanRuntime(model)
     path, tokens = DraftPath(SkipSet((0, 2), (1,))), tokens_for(20)
     given = []
     for runtime in (own, lean):
@@ -166,12 +169,121 @@ def test_nothing_stays_on_the_model(name):
     assert plain(runtime, PROMPT, 4) == plain(open_runtime(runtime.model), PROMPT, 4)
 
 
-def test_few_bits_run_in_full_and_trained_parts_are_refused():
+def greedy(model, n=16):
+    """The tokens of `transformers`' own generation."""
+    return model.generate(torch.tensor([PROMPT]), max_new_tokens=n, do_sample=False)[0, len(PROMPT) :].tolist()
+
+
+QUANTISED = ["llama", "gemma2", "cohere2", "olmo2", "gpt_oss", "qwen3_moe", "phi3"]
+ALL = SkipSet((0, 1, 2), (0, 1, 2))
+LOW = {
+    "int8": DraftPath(int8=ALL, head="int8"),
+    "int4": DraftPath(int4=ALL, head="int8"),
+    "mixed": DraftPath(SkipSet((1,), ()), tuple(range(0, 61, 2)), int8=SkipSet((0,), (2,)), int4=SkipSet((2,), (1,))),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("path", LOW.values(), ids=LOW)
+def test_quantised_drafts_give_the_models_own_text(name, path):
+    model = tiny(FAMILY_CONFIGS[name])
+    runtime, text = GenericRuntime(model), greedy(model)
+    drafter = LayerSkipDrafter(runtime, path, FixedK(4))
+    tokens, outcomes = run(runtime, drafter, PROMPT, 16)
+    assert tokens == text
+    assert sum(len(outcome.draft) for outcome in outcomes) > 0
+    assert path != LOW["int8"] or sum(len(outcome.path) for outcome in outcomes) > 0
+    assert greedy(model) == text
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_quantised_path_is_the_model_with_rounded_weights(name, seed):
+    model, tokens = tiny(FAMILY_CONFIGS[name]), tokens_for(12)
+    path = random_path(seed, 3, words=61)
+    runtime, rounded = GenericRuntime(model, kernel=fake), GenericRuntime(as_rounded(model, path))
+    compiled = runtime.compile(path)
+    assert compiled.unquantized == ()
+    assert compiled.bytes == runtime.extra_bytes(path)
+    assert runtime.compile(path) is compiled
+    logits = []
+    for ran, draft in ((runtime, path), (rounded, DraftPath(path.skip, path.vocabulary))):
+        with ran.session(12):
+            logits.append(ran.forward(tokens, 0, path=ran.compile(draft)).logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)  # `transformers`' norms compute in float32
+    assert path.low_precision
+
+
+def test_bytes_are_those_of_the_lean_runtime():
+    model = tiny(FAMILY_CONFIGS["llama"], dtype=torch.float32)
+    own, lean = GenericRuntime(model), LeanRuntime(model)
+    for path in LOW.values():
+        assert own.extra_bytes(path) == lean.extra_bytes(path)
+        assert own.compile(path).bytes == lean.compile(path).bytes
+
+
+def test_another_thread_runs_the_model_in_full_during_a_quantised_draft():
+    model = tiny(FAMILY_CONFIGS["llama"])
+    runtime, x = GenericRuntime(model), tokens_for(6)
+    text, own, seen = greedy(model), model(x).logits, []
+    layer = model.model.layers[1]
+
+    def call_elsewhere(*_):
+        hook.remove()  # this thread's calls alone go through here
+        thread = threading.Thread(target=lambda: seen.append((model(x).logits, greedy(model))))
+        thread.start()
+        thread.join()
+
+    path = runtime.compile(LOW["mixed"])
+    with runtime.session(8):
+        hook = layer.register_forward_hook(call_elsewhere)
+        drafted = runtime.forward(x, 0, path=path, hidden=(1,)).logits
+    ((logits, tokens),) = seen
+    assert torch.equal(logits, own)
+    assert tokens == text
+    assert not torch.allclose(drafted, own)
+
+
+def test_two_threads_draft_with_one_model():
+    model = tiny(FAMILY_CONFIGS["llama"])
+    text, outputs = greedy(model, 24), {}
+
+    def draft(path):
+        runtime = GenericRuntime(model)
+        outputs[path] = run(runtime, LayerSkipDrafter(runtime, path, FixedK(3)), PROMPT, 24)[0]
+
+    threads = [threading.Thread(target=draft, args=(path,)) for path in LOW.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == dict.fromkeys(LOW.values(), text)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_an_error_in_a_quantised_draft_leaves_the_models_own_forward():
+    model = tiny(FAMILY_CONFIGS["qwen3_moe"])
+    runtime, x = GenericRuntime(model), tokens_for(6)
+    own = model(x).logits
+    path = runtime.compile(LOW["int8"])
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].mlp.register_forward_hook(fail)
+    with runtime.session(8), pytest.raises(KeyboardInterrupt):
+        runtime.forward(x, 0, path=path)
+    hook.remove()
+    assert torch.equal(model(x).logits, own)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_other_modules_than_linears_run_in_full_and_trained_parts_are_refused():
     runtime = runtime_of("gpt2")
-    path = DraftPath(SkipSet((1,), ()), int8=SkipSet((0,), (2,)), head="int4")
-    assert runtime.compile(path).unquantized == ("attention 0", "mlp 2", "head")
+    path = DraftPath(SkipSet((1,), ()), int8=SkipSet((0,), (2,)), head="int8")
+    assert runtime.compile(path).unquantized == ("attention 0", "mlp 2")
     assert runtime.part_bytes("mlp", 0, "int8") is None
-    assert runtime.extra_bytes(path) == 0
+    assert runtime.part_bytes("head", 0, "int8") == runtime.extra_bytes(path) == bytes_of(8, 61, 32)
     with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2'.* without access to its modules; .* llama"):
         runtime.register_trained("bridge", SimpleNamespace())
     assert apply_layout_(runtime.model, "auto") == "rows"
@@ -193,18 +305,19 @@ def test_what_has_no_such_parts_is_refused_by_name(config, why):
 
 
 @with_trees
-def test_texts_are_replayed(name):
+@pytest.mark.parametrize("path", [DraftPath(SKIPS[1]), DraftPath(int8=SKIPS[2], head="int8")], ids=["skip", "int8"])
+def test_texts_are_replayed(name, path):
     """As the search does: what a replay says that a draft would be is what is drafted."""
-    runtime = runtime_of(name)
+    runtime = GenericRuntime(runtime_of(name).model, kernel=fake)  # other kernels round many rows in another way
     tokens = [*PROMPT, *plain(runtime, PROMPT, 10)]
-    drafter = LayerSkipDrafter(runtime, SKIPS[1], FixedK(3))
+    drafter = LayerSkipDrafter(runtime, path, FixedK(3))
     _, outcomes = run(runtime, drafter, PROMPT, 10)
     with Replay(runtime.model, [TargetText(tuple(tokens), len(PROMPT), 10)], depth=4, base_runtime=runtime) as replay:
         streams = replay.streams(4)
         added = streams.branch(1, "mlp", streams.between[1])
         if name in ("gemma", "olmo", "gpt2"):  # norms before sub-layers, one after the other
             close(streams.between[1] + added, streams.entering[2])
-        (trace,) = replay.trace(SKIPS[1], [FixedK(3)])
+        (trace,) = replay.trace(path, [FixedK(3)])
         at = 0
         for outcome in outcomes:
             assert min(trace.runs[at], len(outcome.draft)) == len(outcome.path)

@@ -14,7 +14,8 @@ from layouts import needs_native
 from models import threads
 from natives import LAYERS, MODELS, model_of, random_tree, tokens_for
 
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
 
@@ -25,7 +26,7 @@ N = 700
 
 @cache
 def runtime_of(name: str) -> Runtime:
-    return Runtime(model_of(name, max_position_embeddings=N), rows=2)
+    return LeanRuntime(model_of(name, max_position_embeddings=N), rows=2)
 
 
 def drafted(runtime, tokens, start, row):

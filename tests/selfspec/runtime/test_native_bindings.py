@@ -23,7 +23,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.kernels import native
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.native_bindings import ROWS, NativePass
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import FULL, DraftPath
@@ -42,7 +42,7 @@ def both(name, kernel=native):
     """The same model natively and by rows, each made once; sessions forget what is in the cache."""
     key = (name, kernel)
     if key not in made:
-        made[key] = tuple(Runtime(model_of(name, layout), kernel=kernel) for layout in ("native", "rows"))
+        made[key] = tuple(LeanRuntime(model_of(name, layout), kernel=kernel) for layout in ("native", "rows"))
     return made[key]
 
 
@@ -292,7 +292,7 @@ def test_what_no_mask_shows_does_not_count(name):
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_row_of_several_is_what_it_is_alone(name, row):
     model = model_of(name)
-    alone, several = Runtime(model), Runtime(model, rows=3)
+    alone, several = LeanRuntime(model), LeanRuntime(model, rows=3)
     tokens, others = tokens_for(row, 30), torch.cat([tokens_for(i, 20) for i in range(3)])
     with alone.session(N), several.session(N):
         several.forward(others, 0, logits=None)
@@ -311,7 +311,7 @@ def test_a_row_of_several_is_what_it_is_alone(name, row):
 
 @each_dtype
 def test_a_runtime_beside_another_has_a_cache_of_its_own(name):
-    first = Runtime(model_of(name))
+    first = LeanRuntime(model_of(name))
     second = first.with_new_cache(rows=2)
     assert second.compile(FULL).native is first.compile(FULL).native
     tokens = tokens_for(0, 12)
@@ -324,7 +324,7 @@ def test_a_runtime_beside_another_has_a_cache_of_its_own(name):
 
 @each_dtype
 def test_the_cache_may_grow_between_passes(name):
-    runtimes = [Runtime(model_of(name, layout, max_position_embeddings=1024)) for layout in ("native", "rows")]
+    runtimes = [LeanRuntime(model_of(name, layout, max_position_embeddings=1024)) for layout in ("native", "rows")]
     tokens, found = tokens_for(0, 530), []
     for runtime in runtimes:
         with runtime.session(250):
@@ -417,7 +417,7 @@ NOT_PLAIN = {
 @pytest.mark.parametrize("what", NOT_PLAIN)
 def test_what_is_not_plain_has_no_native_pass(what):
     model = NOT_PLAIN[what]()
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     assert runtime.compile(FULL).native is None
     tokens = tokens_for(0, 12)
     with torch.no_grad(), runtime.session(N):
@@ -425,7 +425,7 @@ def test_what_is_not_plain_has_no_native_pass(what):
 
 
 def test_a_path_is_native_where_all_that_it_runs_is():
-    runtime = Runtime(hooked(model_of("llama")), kernel=native)
+    runtime = LeanRuntime(hooked(model_of("llama")), kernel=native)
     assert runtime.compile(DraftPath.skipping(mlp=[0])).native is None
     without = DraftPath.skipping(mlp=[1])
     assert runtime.compile(without).native is not None
@@ -444,7 +444,7 @@ def feed_all(runtime, path):
 def test_weights_changed_in_place_are_seen(name):
     """Norms' and linears'; of a path in few bits, norms' and what it has in full."""
     model = model_of(name)
-    runtime = Runtime(model, kernel=native)
+    runtime = LeanRuntime(model, kernel=native)
     low = DraftPath(int8=SkipSet((0,), ()), head="int8")
     feed_all(runtime, FULL)
     feed_all(runtime, low)
@@ -454,13 +454,13 @@ def test_weights_changed_in_place_are_seen(name):
             parameter.add_(torch.randn_like(parameter) * 0.1)
         expected = copy.deepcopy(model).float()
         assert_near(feed_all(runtime, FULL), expected(tokens_for(0, 12)).logits)
-    assert_near(feed_all(runtime, low), feed_all(Runtime(expected, kernel=native), low), quantized_drafts=True)
+    assert_near(feed_all(runtime, low), feed_all(LeanRuntime(expected, kernel=native), low), quantized_drafts=True)
 
 
 @each_single
 def test_greedy_decoding_is_what_transformers_generates(name, monkeypatch):
     model, reference = model_of(name), tiny(MODELS[name], dtype=torch.float32)
-    runtime = Runtime(model, kernel=native)
+    runtime = LeanRuntime(model, kernel=native)
     for seed in range(3):
         prompt = tokens_for(seed, 6 + seed)
         theirs = reference.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40)
@@ -477,7 +477,7 @@ def test_greedy_decoding_is_what_transformers_generates(name, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in SINGLE])
 def test_drafts_change_nothing_in_bfloat16_either(name):
     """A token verified among others has the bits that it has alone, so near-ties fall the same way."""
-    runtime = Runtime(model_of(name), kernel=native)
+    runtime = LeanRuntime(model_of(name), kernel=native)
     for seed in range(3):
         prompt = tokens_for(seed, 6 + seed)[0].tolist()
         expected = plain(runtime, prompt, 60)
@@ -493,7 +493,7 @@ def test_drafts_change_nothing_in_bfloat16_either(name):
 )
 def test_places_that_there_are_not_are_refused(positions, slots):
     """By op-by-op passes, too; a native pass would write anywhere."""
-    runtime = Runtime(model_of("llama"))
+    runtime = LeanRuntime(model_of("llama"))
     assert runtime.compile(FULL).native is not None
     at, to = (torch.tensor([x]) if isinstance(x, list) else x for x in (positions, slots))
     with runtime.session(120), pytest.raises(RuntimeError, match="position or slot .*: expected 0 to"):
@@ -501,7 +501,7 @@ def test_places_that_there_are_not_are_refused(positions, slots):
 
 
 def test_places_may_be_of_any_integers():
-    runtime = Runtime(model_of("llama"))
+    runtime = LeanRuntime(model_of("llama"))
     token = torch.tensor([[3]])
     with runtime.session(20):
         expected = runtime.forward(token, 0).logits

@@ -18,7 +18,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import ClaspDrafter, LayerSkipDrafter, ModelDrafter, PlainDrafter, RecycleDrafter
 from selfspec.models.kernels import native
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.paged import BLOCK
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft
@@ -37,7 +37,7 @@ made = {}
 def both(name):
     """The same model over rows and over blocks."""
     if name not in made:
-        rows = Runtime(model_of(name, max_position_embeddings=1024), rows=ROWS, kernel=native)
+        rows = LeanRuntime(model_of(name, max_position_embeddings=1024), rows=ROWS, kernel=native)
         made[name] = rows, rows.with_new_cache(rows=ROWS, blocks=BLOCKS)
     return made[name]
 
@@ -199,9 +199,9 @@ def test_how_many_slots_there_are():
 def test_what_cannot_be_had():
     rows, pool = both("llama")
     with pytest.raises(SelfspecError, match="paged KV cache: this model has no native passes"):
-        Runtime(small(), blocks=4)
+        LeanRuntime(small(), blocks=4)
     with pytest.raises(SelfspecError, match="paged KV cache: this model has no native passes"):
-        Runtime(model_of("llama", "rows")).with_new_cache(blocks=4)
+        LeanRuntime(model_of("llama", "rows")).with_new_cache(blocks=4)
     with pytest.raises(SelfspecError, match="3 tables of 16 blocks; expected 2 tables"):
         rows.with_new_cache(rows=2, pool=pool.cache.pool)
     with pool.session(10):
@@ -222,7 +222,7 @@ DRAFTERS = {
     "path": lambda runtime: LayerSkipDrafter(runtime, DraftPath.skipping([1], [1]), FixedK(4), candidates=3),
     "tree": lambda runtime: RecycleDrafter(FixedK(5), candidates=3),
     "draft model": lambda runtime: ModelDrafter(
-        runtime, Runtime(model_of("llama", max_position_embeddings=1024), kernel=native), FixedK(4)
+        runtime, LeanRuntime(model_of("llama", max_position_embeddings=1024), kernel=native), FixedK(4)
     ),
 }
 

@@ -21,7 +21,7 @@ from selfspec.drafters import LayerSkipDrafter, LookupDrafter, ModelDrafter, Pla
 from selfspec.engine.engine import Engine
 from selfspec.models.kernels import native
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -48,7 +48,7 @@ made = {}
 def runtime_of(name):
     """A model natively, made once, with bridges at hand."""
     if name not in made:
-        made[name] = Runtime(model_of(name), rows=ROWS, kernel=native)
+        made[name] = LeanRuntime(model_of(name), rows=ROWS, kernel=native)
         made[name].register_trained("bridges", random_trained(made[name], BRIDGED, rank=16, seed=1, size=0.05))
     return made[name]
 
@@ -153,7 +153,7 @@ def test_without_logits_keys_are_written_and_streams_kept():
 @pytest.mark.parametrize("layout", ["native", "rows"])
 def test_operation_by_operation_it_is_the_same_interface(layout):
     """Padded, each draft's part is near what it is alone."""
-    runtime = Runtime(model_of("llama", layout), rows=ROWS)
+    runtime = LeanRuntime(model_of("llama", layout), rows=ROWS)
     assert (runtime.compile(FULL).native is None) == (layout == "rows")
     placed = placed_of(random.Random(1), 12)
     with runtime.session(N):
@@ -186,7 +186,7 @@ DRAFTERS = {
     "8 bits": lambda runtime: LayerSkipDrafter(runtime, PATHS["8 bits"](0), FixedK(3)),
     "tree": lambda runtime: RecycleDrafter(FixedK(5), candidates=3),
     "lookup": lambda runtime: LookupDrafter([Lookup()], FixedK(5)),
-    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(model_of("llama"), kernel=native), FixedK(4)),
+    "draft model": lambda runtime: ModelDrafter(runtime, LeanRuntime(model_of("llama"), kernel=native), FixedK(4)),
 }
 
 

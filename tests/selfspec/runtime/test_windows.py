@@ -10,7 +10,7 @@ from transformers import MistralConfig, Phi3Config
 
 from selfspec.models.layout import apply_layout_
 from selfspec.runtime.cache import ALL_ROWS, Cache
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.native_bindings import NativePass
 
 WINDOW, N = 24, 48
@@ -53,7 +53,7 @@ def test_native_passes_end_where_the_window_does(config, monkeypatch):
     tokens = torch.randint(61, (1, N), generator=torch.Generator().manual_seed(0))
     theirs = model(tokens, use_cache=False).logits
     apply_layout_(model, "native")
-    runtime, natively, run = Runtime(model), [], NativePass.run
+    runtime, natively, run = LeanRuntime(model), [], NativePass.run
     monkeypatch.setattr(NativePass, "run", lambda *given: (natively.append(given), run(*given))[1])
     with runtime.session(N):
         ours = [runtime.forward(tokens[:, at : at + 1], at).logits for at in range(N)]

@@ -13,7 +13,7 @@ from transformers import SuppressTokensLogitsProcessor
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation import host_sync, sampling
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.host_sync import to_lists
@@ -125,7 +125,7 @@ def test_a_chain_is_judged_in_few_readings_and_the_same(rule, most, request):
 @pytest.mark.parametrize("words", [None, (1, 2, 4, 5)])
 def test_a_drafted_token_costs_one_reading(there, make, words):
     """And a round one more, where tokens are greedy or drawn with tied noise."""
-    runtime = Runtime(small(VOCABULARY, seed=2))
+    runtime = LeanRuntime(small(VOCABULARY, seed=2))
     told = Confidence(bias=0.2, probability=0.4, gap=0.8)
     drafter = LayerSkipDrafter(runtime, DraftPath(SkipSet((1,), (0,)), words), FixedK(3), confidence=told)
     tokens, outcomes = run(runtime, drafter, [1, 4, 2], 20, sampler=make())
@@ -138,7 +138,7 @@ def test_a_drafted_token_costs_one_reading(there, make, words):
 
 
 def test_a_processor_that_leaves_nothing_ends_the_draft(there):
-    runtime = Runtime(small(VOCABULARY, seed=2))
+    runtime = LeanRuntime(small(VOCABULARY, seed=2))
     sampler = Sampler(processors=[SuppressTokensLogitsProcessor([1, 2], device="cpu")])
     drafter = LayerSkipDrafter(runtime, DraftPath(SkipSet((1,), (0,)), (1, 2)), FixedK(3))
     _, outcomes = run(runtime, drafter, [4, 5], 8, sampler=sampler)

@@ -35,7 +35,7 @@ from selfspec.drafters import (
 from selfspec.drafters import tree_merge as merging
 from selfspec.models.low_precision import fake
 from selfspec.proposers.chain import ProposerChain
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.rules import Verdict
@@ -96,21 +96,21 @@ DRAFTERS = {
     "candidates below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
     "hidden head": HiddenHead,
-    "draft model": lambda runtime: ModelDrafter(runtime, Runtime(small(VOCABULARY, 1, seed=9)), FixedK(2)),
+    "draft model": lambda runtime: ModelDrafter(runtime, LeanRuntime(small(VOCABULARY, 1, seed=9)), FixedK(2)),
     "draft model, candidates": lambda runtime: ModelDrafter(
-        runtime, Runtime(small(VOCABULARY, 1, seed=9)), StaticThreshold(0.4, 2), candidates=2
+        runtime, LeanRuntime(small(VOCABULARY, 1, seed=9)), StaticThreshold(0.4, 2), candidates=2
     ),
-    "staged": lambda runtime: Staged(Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1, 1)), 2),
+    "staged": lambda runtime: Staged(LeanRuntime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1, 1)), 2),
     "staged, candidates": lambda runtime: Staged(
-        Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (2,)), 2
+        LeanRuntime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (2,)), 2
     ),
     "three stages": lambda runtime: Staged(
-        Runtime(small(VOCABULARY, 1, seed=9)),
-        Staged(Runtime(small(VOCABULARY, 1, seed=5)), RandomTree(VOCABULARY, (1,)), 1),
+        LeanRuntime(small(VOCABULARY, 1, seed=9)),
+        Staged(LeanRuntime(small(VOCABULARY, 1, seed=5)), RandomTree(VOCABULARY, (1,)), 1),
         2,
     ),
     "staged, a rejected proposal behind the drawn token": lambda runtime: Beside(
-        Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2
+        LeanRuntime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2
     ),
     "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
     "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
@@ -154,7 +154,7 @@ DRAFTERS = {
     "input": lambda runtime: InputDrafter(FixedK(2)),
     "jacobi": lambda runtime: JacobiDrafter("gauss-seidel", block=3),
     "draft model of other tokens": lambda runtime: CrossVocabularyDrafter(
-        runtime, Runtime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2)
+        runtime, LeanRuntime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2)
     ),
     "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
     "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(2), skip=1, every=1),
@@ -171,7 +171,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    made = Runtime(small(VOCABULARY, 2, seed=4), kernel=fake)
+    made = LeanRuntime(small(VOCABULARY, 2, seed=4), kernel=fake)
     kept = [made.compile(path) for path in (LOW, FEW_WORDS)]  # once for all
     yield made
     del kept
@@ -373,7 +373,7 @@ class OfTheInnerDraft(Staged):
 
 
 def staged(kind):
-    return lambda runtime: kind(Runtime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2)
+    return lambda runtime: kind(LeanRuntime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2)
 
 
 def following_from(change):

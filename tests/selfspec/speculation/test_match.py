@@ -16,7 +16,7 @@ from selfspec.drafters import (
 )
 from selfspec.drafters.autoregressive import _drawn
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 
@@ -55,7 +55,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, 2, seed=4), kernel=fake)
+    return LeanRuntime(small(VOCABULARY, 2, seed=4), kernel=fake)
 
 
 def text(runtime, drafter, seed, **options):

@@ -10,7 +10,7 @@ from toys import RandomTree
 from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.models.low_precision import fake
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.confidence import Confidence
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.skip import SkipSet
@@ -23,7 +23,7 @@ SAMPLING = {"temperature": 0.9, "top_k": 9}
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(11, 2, seed=2), kernel=fake)
+    return LeanRuntime(small(11, 2, seed=2), kernel=fake)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor,
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.skip import SkipSet
 
@@ -58,7 +58,7 @@ class Recording(LogitsProcessor):
 
 
 def test_processors_see_the_right_prefix_at_every_position():
-    runtime = Runtime(tiny(CONFIGS["llama"]))
+    runtime = LeanRuntime(tiny(CONFIGS["llama"]))
     prompt = [3, 1, 4]
     for drafter in (RandomTree(61, (2, 2, 1)), LayerSkipDrafter(runtime, SkipSet((1,), (1,)), FixedK(3))):
         recording = Recording()
@@ -79,7 +79,7 @@ def test_processors_see_the_right_prefix_at_every_position():
 )
 def test_prefix_dependent_processors_give_transformers_greedy_text(make):
     model = tiny(CONFIGS["llama"], dtype=torch.float32)
-    runtime = Runtime(model)
+    runtime = LeanRuntime(model)
     prompt = [3, 1, 4]
     theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=30, logits_processor=make())
     for drafter in (

@@ -13,7 +13,7 @@ from trained import random_trained
 
 from selfspec.models.low_precision import fake
 from selfspec.models.path_modules import Trained
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.bridges import fit_bridges
 from selfspec.training.distill import DistillLearner
 from selfspec.training.layerskip import LayerSkipLearner
@@ -32,7 +32,7 @@ every_family = pytest.mark.parametrize("name", NAMES)
 
 @functools.cache
 def runtime_of(name):
-    return Runtime(tiny(FAMILY_CONFIGS[name]), kernel=fake)
+    return LeanRuntime(tiny(FAMILY_CONFIGS[name]), kernel=fake)
 
 
 def tokens_for(n=N, seed=0):
@@ -97,7 +97,7 @@ def test_bridges_come_near_what_they_stand_for(name):
 
 @every_family
 def test_students_learn(name):
-    runtime = Runtime(tiny(FAMILY_CONFIGS[name], dtype=torch.float32))
+    runtime = LeanRuntime(tiny(FAMILY_CONFIGS[name], dtype=torch.float32))
     windows = [TrainingText(tokens_for(), torch.zeros(N, 1, 1), 2)]
     for learner in (
         DistillLearner(runtime, student=None, layers=2, loss="tv", seed=0),

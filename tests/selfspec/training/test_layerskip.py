@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.fit import fit
 from selfspec.training.layerskip import LayerSkipLearner, dropped, early_exit, perplexity, weights
 from selfspec.training.making import folder_of
@@ -42,7 +42,7 @@ def test_what_exits_count_for():
 
 @pytest.fixture
 def runtime():
-    return Runtime(tiny(CONFIGS["llama"]))
+    return LeanRuntime(tiny(CONFIGS["llama"]))
 
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [2, 7, 1, 8, 2]])

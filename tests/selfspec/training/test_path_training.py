@@ -16,7 +16,7 @@ from selfspec.models.low_precision import fake
 from selfspec.models.path_modules import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.bridges import agreement, drafted, fit_bridges
 from selfspec.training.fit import SilentTraining, fit
 from selfspec.training.options import TrainOptions
@@ -32,7 +32,7 @@ PATH = DraftPath.from_modes(MODES)
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(tiny(CONFIGS["llama"]), kernel=fake)
+    return LeanRuntime(tiny(CONFIGS["llama"]), kernel=fake)
 
 
 def texts(count, length=24, seed=0):

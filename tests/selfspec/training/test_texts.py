@@ -8,7 +8,7 @@ from chats import with_template
 from models import plain, small
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.texts import TextStore, layers_of, make
 from selfspec.training.training_prompts import Beginning, UserTurns, beginnings, synthetic_beginning
 
@@ -18,7 +18,7 @@ PROMPTS = [[1, 4, 9], [7], [3, 3, 0, 5]]
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime(small(VOCABULARY, seed=2))
+    return LeanRuntime(small(VOCABULARY, seed=2))
 
 
 def made(runtime, folder, *, most, go_on=lambda: True, rows=3):

@@ -11,17 +11,17 @@ from measuring import Part, queued, synchronise
 from subjects import as_on_cuda, load_builtin
 
 from selfspec.runtime.cuda_graphs import CudaRecorder
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 part = Part("capture")
 device = part.device
 logging.basicConfig(level=logging.WARNING)
 model, _ = load_builtin(part)
 os.environ["SELFSPEC_GRAPHS"] = "0"
-eager = Runtime(model)
+eager = LeanRuntime(model)
 os.environ["SELFSPEC_GRAPHS"] = "1"
 as_on_cuda(part)
-recorded = Runtime(model)
+recorded = LeanRuntime(model)
 token = torch.tensor([[5]], device=device)
 
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from selfspec.models.kernels import ON_CUDA
 from selfspec.models.layout import join_all_
 from selfspec.models.low_precision import QuantizedWeight
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 
 part = Part("fake")
 if torch.version.cuda is None:
@@ -61,7 +61,7 @@ for dtype in (torch.bfloat16, torch.float16):
             with device:
                 model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
             join_all_(model)
-            runtime = Runtime(model, kernel=kernel, recorder=Unreplayed())
+            runtime = LeanRuntime(model, kernel=kernel, recorder=Unreplayed())
             with runtime.session(64):
                 for label, path in {"plain": None, **paths(runtime.layers)}.items():
                     compiled = None if path is None else runtime.compile(path)

@@ -19,7 +19,8 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.loop import decode
 from selfspec.models.layout import join_all_
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.base import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -41,7 +42,7 @@ with device, torch.random.fork_rng(devices=[] if part.toy else [device]):
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, dtype=part.dtype).eval()
 join_all_(model)
-runtime = Runtime(model)
+runtime = LeanRuntime(model)
 size_cache(runtime, SLOTS)
 own = paths(runtime.layers)
 bandwidth = read_bandwidth(device, 2**24 if part.toy else 2**32)

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from selfspec.models.kernels import kernels_on, triton
 from selfspec.models.layout import join_all_
 from selfspec.models.low_precision import QuantizedWeight, quantize
-from selfspec.runtime.forward import Runtime
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import FULL
 
 part = Part("triton_kernels")
@@ -141,9 +141,9 @@ def passes() -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
     join_all_(model)
-    ours = Runtime(model, kernel=triton)
+    ours = LeanRuntime(model, kernel=triton)
     os.environ["SELFSPEC_TRITON"] = "0"
-    theirs = Runtime(model)
+    theirs = LeanRuntime(model)
     os.environ["SELFSPEC_TRITON"] = "1"
     contexts = (40,) if part.toy else (256, 2048)
     for runtime in (ours, theirs):

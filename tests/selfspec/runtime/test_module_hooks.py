@@ -1,0 +1,85 @@
+"""Forwards that replace those of modules for one pass in one thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from selfspec.runtime.module_hooks import in_this_thread, replacing
+
+X = torch.ones(1, 2)
+
+
+@pytest.fixture
+def linear():
+    return nn.Linear(2, 2)
+
+
+def in_another_thread(function):
+    """What a function returns in a thread of its own."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(function()))
+    thread.start()
+    thread.join()
+    return out[0]
+
+
+def test_a_forward_is_replaced_in_its_thread_alone(linear):
+    own = linear(X)
+    with replacing({linear: lambda x: x * 0}):
+        assert not linear(X).any()
+        assert torch.equal(in_another_thread(lambda: linear(X)), own)
+    assert torch.equal(linear(X), own)
+    assert "forward" not in linear.__dict__
+
+
+def test_passes_of_several_threads_overlap(linear):
+    """Each thread has its forwards, whoever leaves first; then the module is as it was."""
+    own = linear(X)
+    both, done = threading.Barrier(2), []
+
+    def passing(factor, stay):
+        with replacing({linear: lambda x: x * factor}):
+            both.wait()
+            mine = linear(X)
+            if stay:
+                leaving.wait()
+                mine = linear(X)
+            done.append((factor, mine))
+
+    leaving = threading.Event()
+    first = threading.Thread(target=passing, args=(2, True))
+    second = threading.Thread(target=passing, args=(3, False))
+    first.start(), second.start()
+    second.join()
+    assert torch.equal(linear(X), own)
+    leaving.set()
+    first.join()
+    assert {factor: outputs.tolist() for factor, outputs in done} == {2: [[2, 2]], 3: [[3, 3]]}
+    assert "forward" not in linear.__dict__
+
+
+def test_an_instances_own_forward_comes_back_after_an_error(linear):
+    def patched(x):
+        return x + 1
+
+    linear.forward = patched
+    with replacing({linear: lambda x: x * 0}):
+        assert not linear(X).any()
+        assert torch.equal(in_another_thread(lambda: linear(X)), X + 1)
+    with pytest.raises(ZeroDivisionError), replacing({linear: lambda x: x / 0 / (1 // 0)}):
+        linear(X)
+    assert linear.__dict__["forward"] is patched
+
+
+def test_a_hook_sees_the_calls_of_its_thread_alone(linear):
+    seen = []
+    hook = linear.register_forward_hook(in_this_thread(lambda *_: seen.append(1)))
+    in_another_thread(lambda: linear(X))
+    assert not seen
+    linear(X)
+    assert seen == [1]
+    hook.remove()
