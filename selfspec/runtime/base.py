@@ -310,6 +310,7 @@ class CachedRuntime(ABC):
 
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
         """Do nothing: no passes are captured."""
+        return
 
     def extra_bytes(self, path: DraftPath) -> int:
         """Return the bytes of memory that a draft path needs in addition to the model."""
