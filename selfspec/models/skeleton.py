@@ -151,8 +151,8 @@ def _sizes(model: Any, parts: Parts) -> Sizes:
     return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
 
 
-def _kv_heads(config: Any) -> int:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+def _kv_heads(config: Any) -> int | None:
+    heads: int | None = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     return heads
 
 

@@ -1,7 +1,7 @@
-"""A runtime over the model's own forward, for causal `transformers` models whose layers have an attention and an MLP.
+"""A runtime over the model's own forward, for causal `transformers` models of any family.
 
 Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
-the same way. The model reads and writes this cache through the `transformers` cache interface. A sub-layer is skipped
+the same way. Layers whose state has no slots to crop, such as recurrent layers, have theirs in a `StateCache`. The model reads and writes this cache through the `transformers` cache interface. A sub-layer is skipped
 by an instance-level forward that returns zeros, set for one pass. No class is patched.
 """
 
@@ -14,27 +14,36 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.common import windows_of
 from selfspec.models.path_modules import Trained
-from selfspec.models.structure import find_structure, read_outline
+from selfspec.models.structure import decoder_config, find_structure, read_outline
+from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import BITS, CompiledPath
 from selfspec.runtime.forward import Runtime
-from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
+from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new_cache, read_layout
+from selfspec.runtime.hf_cache_view import ViewedPass
 from selfspec.runtime.module_hooks import capture_hidden, first_of, skipping
 from selfspec.runtime.paged import BlockTables
+from selfspec.runtime.state_cache import StateCache
+from selfspec.runtime.state_passes import run_rows
 from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath, Mode
 from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 _GROWTH = 256
 _PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
+_MODEL_ERRORS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError)
 _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
+
+
+class WrongLogitsError(Exception):
+    """A model's logits with the runtime's cache are not those without a cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -67,28 +76,22 @@ class GenericRuntime(Runtime):
             )
         self.layers = len(self._structure.layers)
         self._forward_params = inspect.signature(self.model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in self._forward_params else "cache_params"
         self._output_lengths: dict[
             nn.Module, int | None
         ] = {}  # length of a sub-layer's output tuple; None: a single tensor
-        kv_heads, head_dim = self._shapes()
-        self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
-        self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
-        self._windows = windows_of(self.model.config, self.layers)
-        self._full = self._full_path = self.compile(FULL)
-        self._reset(2)
-        self.trees = self._checked()
-        if rows > 1 and not self.trees:
-            raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
+        self._windows = windows_of(decoder_config(self.model), self.layers)
+        self.trees = self._probed()
         self._reset(rows)
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """Return another runtime as `Runtime.with_new_cache` does.
-
-        Raises `UnsupportedModelError` for several `rows` if the model decodes one sequence at a time.
-        """
-        if rows > 1 and not self.trees:
-            raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
+        """Return another runtime as `Runtime.with_new_cache` does."""
         return super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether any layer has a state that cannot be cropped, such as a recurrent layer's."""
+        return self._layout.stateful
 
     @property
     def _name(self) -> str:
@@ -96,34 +99,41 @@ class GenericRuntime(Runtime):
 
     # -- probing the model -------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _shapes(self) -> tuple[int, int]:
-        """Return the number and the size of the KV heads; also record the kind of each sub-layer's output.
+    def _probed(self) -> bool:
+        """Read the layout of the model's cache from a pass; return whether the model's logits are right with trees.
 
-        Both are read from a probe pass. Raises `UnsupportedModelError` unless all layers cache keys and values of one
-        shape.
+        If they are wrong with keys and values in the runtime's cache, the model's own cache layers are kept instead, as
+        states. Raises `UnsupportedModelError` if its logits with a cache are wrong in both ways.
         """
-        device = device_of(self.model.get_input_embeddings())
-        probe_cache = DynamicCache()
-        parts = (*self._structure.attention, *self._structure.mlp)
+        for opaque in (False, True):
+            self._layout = self._read_layout(opaque=opaque)
+            kv_heads, head_dim = self._layout.mean_shape(self.layers)
+            self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
+            self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
+            self._full = self._full_path = self._compiled(FULL)
+            self._reset(2)
+            try:
+                return self._checked()
+            except WrongLogitsError as error:
+                reason = error
+        raise UnsupportedModelError(f"{self._name} is not supported: {reason}")
+
+    @torch.inference_mode()
+    def _read_layout(self, *, opaque: bool) -> CacheLayout:
+        """Return what the model caches, as a pass shows; also record the kind of each sub-layer's output."""
+        config, parts = decoder_config(self.model), (*self._structure.attention, *self._structure.mlp)
+        cache, tokens = new_cache(config), torch.tensor([_PROBE], device=device_of(self.model.get_input_embeddings()))
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
-            self.model(torch.tensor([_PROBE], device=device), past_key_values=probe_cache, use_cache=True)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            self.model(tokens, use_cache=True, **{self._cache_name: cache})
+            return read_layout(config, cache, len(_PROBE), opaque=opaque)
+        except UnknownCacheError as error:
+            raise UnsupportedModelError(f"{self._name} is not supported: {error}") from None
+        except _MODEL_ERRORS as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:
             for hook in hooks:
                 hook.remove()
-        tensors = [
-            t for layer in probe_cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        ]
-        shapes = {None if t is None else tuple(t.shape) for t in tensors}
-        shape = shapes.pop() if len(shapes) == 1 and len(probe_cache.layers) == self.layers else None
-        if shape is None or len(shape) != 4 or shape[2] != len(_PROBE) or len(self._output_lengths) != len(parts):
-            raise UnsupportedModelError(
-                f"{self._name} is not supported: its layers do not all cache keys and values of one shape"
-            )
-        return shape[1], shape[3]
 
     def _note(self, module: nn.Module, _args: Any, out: Any) -> None:
         self._output_lengths[module] = len(out) if isinstance(out, tuple) else None
@@ -132,7 +142,7 @@ class GenericRuntime(Runtime):
     def _checked(self) -> bool:
         """Return whether the model's logits are right with tree masks and with batches.
 
-        Raises `UnsupportedModelError` if its logits with this KV cache are wrong even for a single sequence.
+        Raises `WrongLogitsError` if its logits with this cache are wrong even for a single sequence.
         """
         tokens = torch.tensor([_PROBE], device=self.device)
         n = tokens.shape[1]
@@ -143,10 +153,15 @@ class GenericRuntime(Runtime):
             return ours is not None and float((ours - wanted).abs().max()) <= error
 
         with self.session(n + 2):
-            ours = [self.forward(tokens[:, a:b], a, rows=slice(0, 1)).logits for a, b in ((0, 3), (3, 4), (4, n))]
-            if not close(torch.cat([t for t in ours if t is not None], 1), theirs):
-                raise UnsupportedModelError(f"{self._name} is not supported: its logits with a KV cache are wrong")
-            if "position_ids" not in self._forward_params:
+            try:
+                # Two tokens that are not accepted stand between the second pass and the third.
+                passes = [(tokens[:, :3], 0), (tokens[:, 3:4], 3), (tokens[:, 1:3], 4), (tokens[:, 4:], 4)]
+                ours = [self.forward(part, start, rows=slice(0, 1)).logits for part, start in passes]
+            except _MODEL_ERRORS as error:
+                raise WrongLogitsError(f"it runs without a KV cache, but not with one ({error})") from None
+            if not close(torch.cat([ours[i] for i in (0, 1, 3)], 1), theirs):  # type: ignore[misc]
+                raise WrongLogitsError("its logits with a KV cache are wrong")
+            if "position_ids" not in self._forward_params or not self._masked_by_hand:
                 return False
             try:
                 # The last token but one again, next to a sibling, at slots other than positions, in two rows.
@@ -158,8 +173,14 @@ class GenericRuntime(Runtime):
                 step = self.forward(both, positions, slots=n - 2, mask=mask)
                 assert step.logits is not None
                 return close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1))
-            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+            except _MODEL_ERRORS:
                 return False
+
+    @property
+    def _masked_by_hand(self) -> bool:
+        """Whether all that a token sees is what a mask says: no state, no indexer, no chunks of attention."""
+        kinds = set(getattr(decoder_config(self.model), "layer_types", None) or ())
+        return not (self._layout.stateful or self._layout.indexed or kinds - {"full_attention", "sliding_attention"})
 
     # -- the cache's life --------------------------------------------------------------------------------------
 
@@ -174,22 +195,27 @@ class GenericRuntime(Runtime):
     @torch.no_grad()
     def _allocate(self, slots: int) -> None:
         self.__dict__.pop("cache", None)
-        sizes = self.skeleton.sizes
-        self.cache = Cache(
-            rows=self.rows,
-            kv_heads=sizes.kv_heads,
-            group=1,
-            slots=-(-slots // _GROWTH) * _GROWTH,
-            head_dim=sizes.head_dim,
-            dtype=sizes.dtype,
-            devices=[device_of(layer) for layer in self._structure.layers],
-            track_positions=any(window is not None for window in self._windows),
-        )
+        sizes, layout = self.skeleton.sizes, self._layout
+        arguments: dict[str, Any] = {
+            "rows": self.rows,
+            "kv_heads": sizes.kv_heads,
+            "group": 1,
+            "slots": -(-slots // _GROWTH) * _GROWTH,
+            "head_dim": sizes.head_dim,
+            "dtype": sizes.dtype,
+            "devices": layout.devices,
+            "shapes": layout.shapes,
+            "track_positions": any(window is not None for window in self._windows),
+        }
+        self.cache = StateCache(layout.fresh, **arguments) if layout.stateful else Cache(**arguments)
 
     # -- draft paths -------------------------------------------------------------------------------------------
 
     def compile(self, path: DraftPath) -> GenericPath:
         """Compile a draft path as `Runtime.compile` does; what has a quantised mode runs unquantised."""
+        return self._full_path if path == FULL else self._compiled(path)
+
+    def _compiled(self, path: DraftPath) -> GenericPath:
         path.check(self.layers)
         if path.trained is not None:
             raise SelfspecError(f"draft path: its trained weights {path.trained} are not supported here")
@@ -234,17 +260,49 @@ class GenericRuntime(Runtime):
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output."""
-        batch, n = tokens.shape
+        """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output.
+
+        Raises `UnsupportedModelError` for a mask, or for scattered slots, if the model has layers with a state.
+        """
         slots = positions if slots is None else slots
-        if mask is None and isinstance(slots, Tensor):
+        compiled = path if isinstance(path, GenericPath) else self._full_path
+        cache = self._static_cache
+        if isinstance(cache, StateCache) and mask is None:
+
+            def run(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
+                pass_inputs = PassInputs(1, ids.shape[1], slot, slot, None, slice(row, row + 1))
+                return self._run(ids, pass_inputs, compiled, logits, hidden, between, states)
+
+            def advance(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
+                pass_inputs = PassInputs(1, ids.shape[1], slot, slot, None, slice(row, row + 1))
+                return self._run(ids.to(self.device), pass_inputs, self._full_path, None, (), (), states)
+
+            own = None if compiled is self._full_path else compiled
+            return run_rows(cache, tokens, positions, slots, rows, path=own, run=run, advance=advance)
+        if isinstance(slots, Tensor) and mask is None:
             mask = torch.arange(int(slots.max()) + 1, device=slots.device) <= slots.unsqueeze(-1)
+        if isinstance(cache, StateCache):
+            raise UnsupportedModelError(f"{self._name} has layers with a state: expected a chain, without a mask")
+        return self._run(tokens, PassInputs(*tokens.shape, positions, slots, mask, rows), compiled, logits, hidden, between)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        pass_inputs: PassInputs,
+        compiled: GenericPath,
+        logits: Literal["all", "last"] | None,
+        hidden: Sequence[int],
+        between: Sequence[int],
+        states: list[Any] | None = None,
+    ) -> ForwardOutput:
+        """Run the model once; a pass of a model with layers with a state changes `states`."""
+        batch, n, positions, slots, mask, rows = pass_inputs
         cache = self._static_cache
         if cache.positions is not None:
             cache.set_positions(positions, slots, n, rows)
         kv_len = mask.shape[-1] if mask is not None else int(slots) + n
         model_kwargs: dict[str, Any] = {
-            "past_key_values": HFCacheView(ViewedPass(cache, slots, n, kv_len, rows), self.layers)
+            self._cache_name: self._layout.view(ViewedPass(cache, slots, n, kv_len, rows), states)
         }
         if mask is not None:
             model_kwargs["attention_mask"] = self._masks_of(mask, positions, n, kv_len, rows)
@@ -255,7 +313,6 @@ class GenericRuntime(Runtime):
             model_kwargs["position_ids"] = position_ids.expand(batch, n)
         if logits != "all" and "logits_to_keep" in self._forward_params:
             model_kwargs["logits_to_keep"] = 1
-        compiled = path if isinstance(path, GenericPath) else self._full_path
         with (
             skipping(self._skipped(compiled.skip)),
             capture_hidden(self._structure, hidden, between) as (streams, halves),
@@ -270,6 +327,24 @@ class GenericRuntime(Runtime):
             )
         return ForwardOutput(out, streams, halves)
 
+    def forward_drafts(
+        self,
+        placed: Sequence[PlacedDraft],
+        *,
+        path: CompiledPath | None = None,
+        hidden: Sequence[int] = (),
+        logits: bool = True,
+    ) -> list[ForwardOutput]:
+        """Run drafts of several sequences as `Runtime.forward_drafts`: in one pass, or one after the other.
+
+        A model that takes no tree masks takes no batches of padded drafts either.
+        """
+        if self.trees:
+            return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
+        alone = [super(GenericRuntime, self).forward_drafts([entry], path=path, hidden=hidden, logits=logits) for entry in placed]
+        return [output for outputs in alone for output in outputs]
+
+    @torch.inference_mode()
     def branch(
         self,
         index: int,
@@ -312,7 +387,7 @@ class GenericRuntime(Runtime):
         """Return the sub-layers of a skip set, each with the length of its output tuple (None: a single tensor)."""
         structure = self._structure
         parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
-        return [(part, self._output_lengths[part]) for part in parts]
+        return [(part, self._output_lengths[part]) for part in parts if part in self._output_lengths]
 
     def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Any:
         """Return an additive mask `[B, 1, n, S]`, or a dict of masks by layer type if the model has layer types."""
@@ -326,7 +401,7 @@ class GenericRuntime(Runtime):
         if window is None:
             return additive(mask)
         near = additive(mask & self._static_cache.window_mask(window, positions, n, kv_len, rows))
-        if getattr(self.model.config, "layer_types", None) is None:
+        if getattr(decoder_config(self.model), "layer_types", None) is None:
             return near
         return {"full_attention": additive(mask), "sliding_attention": near}
 

@@ -80,6 +80,8 @@ def capture_hidden(
         hooks.append(structure.layers[-1].register_forward_hook(left))
     try:
         yield streams, halves
+        for index in between:  # a layer without an attention module, which adds nothing of its own
+            halves.setdefault(index, entered[index])
     finally:
         for hook in hooks:
             hook.remove()
