@@ -129,10 +129,10 @@ def read_identity(config: Any) -> Identity:
         name=getattr(config, "_name_or_path", None) or None,
         model_type=config.model_type,
         layers=config.num_hidden_layers,
-        hidden=getattr(config, "hidden_size", None),
-        heads=getattr(config, "num_attention_heads", None),
-        kv_heads=_kv_heads(config),
-        intermediate=getattr(config, "intermediate_size", None),
+        hidden=_number(config, "hidden_size"),
+        heads=_number(config, "num_attention_heads"),
+        kv_heads=_number(config, "num_key_value_heads", "num_attention_heads"),
+        intermediate=_number(config, "intermediate_size"),
         vocabulary=config.vocab_size,
     )
 
@@ -143,7 +143,7 @@ def _sizes(model: Any, parts: Parts) -> Sizes:
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
-        kv_heads=_kv_heads(config),
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=parts.head_dim,
         eps=parts.eps,
         dtype=dtype_of(parts.embedding),
@@ -151,9 +151,10 @@ def _sizes(model: Any, parts: Parts) -> Sizes:
     return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
 
 
-def _kv_heads(config: Any) -> int | None:
-    heads: int | None = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    return heads
+def _number(config: Any, *names: str) -> int | None:
+    """Return the first of a configuration's numbers that is there; None for what differs from layer to layer."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:

@@ -59,8 +59,7 @@ class Cache(CacheRows):
         shapes = [KVShape(kv_heads, head_dim, head_dim)] * len(devices) if shapes is None else shapes
         # One tensor [L, B, H_kv, slots, d] for each run of equal layers on one device: one call makes all their views.
         runs = [
-            (len(list(layers)), device, shape)
-            for (device, shape), layers in groupby(zip(devices, shapes, strict=True))
+            (len(list(layers)), device, shape) for (device, shape), layers in groupby(zip(devices, shapes, strict=True))
         ]
 
         def zeros(layers: int, device: torch.device, heads: int, *shape: int) -> Tensor:

@@ -79,7 +79,12 @@ def new_cache(config: Any) -> DynamicCache:
     """Return an empty `transformers` cache for a model with this configuration of its decoder."""
     try:
         return DynamicCache(config=config)
-    except (AttributeError, TypeError, ValueError, KeyError):  # it does not say which layers it has: they are made lazily
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        KeyError,
+    ):  # it does not say which layers it has: they are made lazily
         return DynamicCache()
 
 

@@ -26,7 +26,7 @@ from selfspec.runtime.compiled_path import BITS, CompiledPath
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new_cache, read_layout
 from selfspec.runtime.hf_cache_view import ViewedPass
-from selfspec.runtime.module_hooks import capture_hidden, first_of, skipping
+from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, skipping, stepping
 from selfspec.runtime.paged import BlockTables
 from selfspec.runtime.state_cache import StateCache
 from selfspec.runtime.state_passes import run_rows
@@ -37,7 +37,7 @@ from selfspec.types.draft_path import FULL, DraftPath, Mode
 from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 _GROWTH = 256
-_PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
+_PROBE = (1, 2, 3, 2, 1, 4, 3)  # tokens that every vocabulary has
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError)
 _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
 
@@ -58,9 +58,12 @@ class GenericRuntime(Runtime):
     """A model that is run by its own forward.
 
     `trees`: whether the model honours custom attention masks, as tested on construction. If not, drafts have no
-    branches, and only one sequence is decoded at a time. Quantised drafting is not supported. Raises
-    `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with this KV cache differ from
-    its logits without a cache.
+    branches, and the sequences of a batch run one after the other. Quantised drafting is not supported. Raises
+    `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with a cache differ from its
+    logits without a cache.
+
+    Attention layers keep keys and values of any shape in the runtime's KV cache. Layers with a state, such as recurrent
+    layers, go on from the last verified token (`StateCache`).
     """
 
     supports_trained = native = False
@@ -81,6 +84,7 @@ class GenericRuntime(Runtime):
             nn.Module, int | None
         ] = {}  # length of a sub-layer's output tuple; None: a single tensor
         self._windows = windows_of(decoder_config(self.model), self.layers)
+        self.trees = True  # until tested
         self.trees = self._probed()
         self._reset(rows)
 
@@ -102,11 +106,14 @@ class GenericRuntime(Runtime):
     def _probed(self) -> bool:
         """Read the layout of the model's cache from a pass; return whether the model's logits are right with trees.
 
-        If they are wrong with keys and values in the runtime's cache, the model's own cache layers are kept instead, as
-        states. Raises `UnsupportedModelError` if its logits with a cache are wrong in both ways.
+        If they are wrong, recurrent modules run one token after the other, and go on from their state. If they are wrong
+        with keys and values in the runtime's cache, the model's own cache layers are kept instead, as states. Raises `UnsupportedModelError` if its logits with a cache are wrong in all these ways.
         """
-        for opaque in (False, True):
+        reason = ""
+        for opaque, self._stepwise in ((False, False), (False, True), (True, False), (True, True)):
             self._layout = self._read_layout(opaque=opaque)
+            if self._stepwise and not self._mixers:
+                continue
             kv_heads, head_dim = self._layout.mean_shape(self.layers)
             self.skeleton = read_outline(self.model, kv_heads, head_dim)  # type: ignore[assignment]
             self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
@@ -115,7 +122,7 @@ class GenericRuntime(Runtime):
             try:
                 return self._checked()
             except WrongLogitsError as error:
-                reason = error
+                reason = str(error)
         raise UnsupportedModelError(f"{self._name} is not supported: {reason}")
 
     @torch.inference_mode()
@@ -125,7 +132,10 @@ class GenericRuntime(Runtime):
         cache, tokens = new_cache(config), torch.tensor([_PROBE], device=device_of(self.model.get_input_embeddings()))
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
-            self.model(tokens, use_cache=True, **{self._cache_name: cache})
+            with callers_of(
+                cache, ("update_conv_state", "update_recurrent_state"), self._structure.layers
+            ) as self._mixers:
+                self.model(tokens, use_cache=True, **{self._cache_name: cache})
             return read_layout(config, cache, len(_PROBE), opaque=opaque)
         except UnknownCacheError as error:
             raise UnsupportedModelError(f"{self._name} is not supported: {error}") from None
@@ -149,17 +159,19 @@ class GenericRuntime(Runtime):
         theirs = self.model(tokens, use_cache=False).logits
 
         def close(ours: Tensor | None, wanted: Tensor) -> bool:
-            error = _CLOSE.get(self.dtype, 0.1) * float(theirs.abs().max())
+            # Recurrent kernels compute in float32 in a float64 model, too.
+            dtype = torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype
+            error = _CLOSE.get(dtype, 0.1) * float(theirs.abs().max())
             return ours is not None and float((ours - wanted).abs().max()) <= error
 
         with self.session(n + 2):
             try:
-                # Two tokens that are not accepted stand between the second pass and the third.
-                passes = [(tokens[:, :3], 0), (tokens[:, 3:4], 3), (tokens[:, 1:3], 4), (tokens[:, 4:], 4)]
-                ours = [self.forward(part, start, rows=slice(0, 1)).logits for part, start in passes]
+                ours = [self._committed(tokens[:, a:b], a) for a, b in ((0, 3), (3, 4))]
+                self.forward(tokens[:, 1:3], 4, rows=slice(0, 1))  # two tokens that are not accepted
+                ours.append(self._committed(tokens[:, 4:], 4))
             except _MODEL_ERRORS as error:
                 raise WrongLogitsError(f"it runs without a KV cache, but not with one ({error})") from None
-            if not close(torch.cat([ours[i] for i in (0, 1, 3)], 1), theirs):  # type: ignore[misc]
+            if not close(torch.cat(ours, 1), theirs):
                 raise WrongLogitsError("its logits with a KV cache are wrong")
             if "position_ids" not in self._forward_params or not self._masked_by_hand:
                 return False
@@ -175,6 +187,13 @@ class GenericRuntime(Runtime):
                 return close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1))
             except _MODEL_ERRORS:
                 return False
+
+    def _committed(self, tokens: Tensor, start: int) -> Tensor:
+        """Return the logits of a pass over tokens `[1, n]` in the first row, all of which are then accepted."""
+        logits = self.forward(tokens, start, rows=slice(0, 1)).logits
+        self._static_cache.commit(0, range(tokens.shape[1] - 1))
+        assert logits is not None
+        return logits
 
     @property
     def _masked_by_hand(self) -> bool:
@@ -262,28 +281,27 @@ class GenericRuntime(Runtime):
     ) -> ForwardOutput:
         """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output.
 
-        Raises `UnsupportedModelError` for a mask, or for scattered slots, if the model has layers with a state.
+        Raises `UnsupportedModelError` for a mask if the model takes none.
         """
         slots = positions if slots is None else slots
         compiled = path if isinstance(path, GenericPath) else self._full_path
         cache = self._static_cache
-        if isinstance(cache, StateCache) and mask is None:
-
-            def run(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
-                pass_inputs = PassInputs(1, ids.shape[1], slot, slot, None, slice(row, row + 1))
-                return self._run(ids, pass_inputs, compiled, logits, hidden, between, states)
-
-            def advance(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
-                pass_inputs = PassInputs(1, ids.shape[1], slot, slot, None, slice(row, row + 1))
-                return self._run(ids.to(self.device), pass_inputs, self._full_path, None, (), (), states)
-
-            own = None if compiled is self._full_path else compiled
-            return run_rows(cache, tokens, positions, slots, rows, path=own, run=run, advance=advance)
-        if isinstance(slots, Tensor) and mask is None:
+        if isinstance(slots, Tensor) and mask is None and not self.stateful:
             mask = torch.arange(int(slots.max()) + 1, device=slots.device) <= slots.unsqueeze(-1)
-        if isinstance(cache, StateCache):
-            raise UnsupportedModelError(f"{self._name} has layers with a state: expected a chain, without a mask")
-        return self._run(tokens, PassInputs(*tokens.shape, positions, slots, mask, rows), compiled, logits, hidden, between)
+        if mask is not None and not (self.trees and not self.stateful):
+            raise UnsupportedModelError(f"{self._name} takes no attention mask per token; expected a chain of tokens")
+        if not isinstance(cache, StateCache):
+            pass_inputs = PassInputs(*tokens.shape, positions, slots, mask, rows)
+            return self._run(tokens, pass_inputs, compiled, logits, hidden, between)
+
+        def run(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
+            return self._run(ids, _chain(ids, slot, row), compiled, logits, hidden, between, states)
+
+        def advance(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
+            return self._run(ids, _chain(ids, slot, row), self._full_path, None, (), (), states)
+
+        own = None if compiled is self._full_path else compiled
+        return run_rows(cache, tokens, positions, slots, rows, path=own, run=run, advance=advance)
 
     def _run(
         self,
@@ -314,6 +332,7 @@ class GenericRuntime(Runtime):
         if logits != "all" and "logits_to_keep" in self._forward_params:
             model_kwargs["logits_to_keep"] = 1
         with (
+            stepping(self._mixers if self._stepwise and positions != 0 else ()),
             skipping(self._skipped(compiled.skip)),
             capture_hidden(self._structure, hidden, between) as (streams, halves),
         ):
@@ -341,7 +360,10 @@ class GenericRuntime(Runtime):
         """
         if self.trees:
             return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
-        alone = [super(GenericRuntime, self).forward_drafts([entry], path=path, hidden=hidden, logits=logits) for entry in placed]
+        alone = [
+            super(GenericRuntime, self).forward_drafts([entry], path=path, hidden=hidden, logits=logits)
+            for entry in placed
+        ]
         return [output for outputs in alone for output in outputs]
 
     @torch.inference_mode()
@@ -358,8 +380,11 @@ class GenericRuntime(Runtime):
     ) -> Tensor:
         """Return a sub-layer's output as `Runtime.branch` does.
 
-        The pass skips all other sub-layers, and `x` replaces the input of layer `index`.
+        The pass skips all other sub-layers, and `x` replaces the input of layer `index`. Raises
+        `UnsupportedModelError` if the model has layers with a state, whose output depends on more than the cache.
         """
+        if self.stateful:
+            raise UnsupportedModelError(f"{self._name} has layers with a state, which cannot run alone")
         every = range(self.layers)
         others = SkipSet(
             tuple(i for i in every if (i, "attention") != (index, part)),
@@ -404,6 +429,11 @@ class GenericRuntime(Runtime):
         if getattr(decoder_config(self.model), "layer_types", None) is None:
             return near
         return {"full_attention": additive(mask), "sliding_attention": near}
+
+
+def _chain(tokens: Tensor, slot: int, row: int) -> PassInputs:
+    """Return the inputs of a pass over a chain of tokens `[1, n]` in one cache row."""
+    return PassInputs(1, tokens.shape[1], slot, slot, None, slice(row, row + 1))
 
 
 def _as_it_is(x: Tensor) -> Tensor:

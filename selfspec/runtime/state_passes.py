@@ -40,7 +40,7 @@ def run_rows(
     for row, row_tokens in zip(range(cache.rows)[rows], tokens, strict=True):
         committed = min(cache.length[row], slots)
         if committed - cache.verified[row].length > WIDEST_DRAFT:
-            _advance(cache, row, committed, advance)
+            _advance(cache, row, committed, lambda ids, *rest: advance(ids.to(tokens.device), *rest))
         state, ids = cache.begin(row, slots, row_tokens, path)
         output = run(ids[None].to(tokens.device), state.length, row, state.layers)
         cache.finish(row, StateAt(slots + n, state.layers, path))

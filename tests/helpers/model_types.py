@@ -74,10 +74,9 @@ OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "beam": {"layer_types": ALTERNATING},
     "bailing_hybrid": {"layer_group_size": 2},
-    "cohere_compass_text": {"layer_types": ALTERNATING},
+    "camembert": {"pad_token_id": 60},
     "cwm": {"bos_token_id": 1, "layer_types": ALTERNATING},
-    "dbrx": {"n_layers": 3},
-    "emu3": {},
+    "data2vec-text": {"pad_token_id": 60},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"layer_types": [*ALTERNATING, *ALTERNATING], "num_hidden_layers": 8, "num_kv_shared_layers": 4},
     "gemma4_text": {
