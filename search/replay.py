@@ -87,8 +87,8 @@ class Replay:
         own_runtime = base_runtime or open_runtime(model)
         if not own_runtime.trees:
             raise UnsupportedModelError(
-                f"{type(own_runtime.model).__name__} takes no attention mask per token, with which the search replays many "
-                "drafts in one pass; expected another model"
+                f"{type(own_runtime.model).__name__} takes no attention mask per token, with which the search replays "
+                "many drafts in one pass; expected another model"
             )
         self._runtime = own_runtime.with_new_cache(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends

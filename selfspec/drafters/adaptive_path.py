@@ -49,8 +49,8 @@ class AdaptivePathDrafter(LayerSkipDrafter):
     ) -> None:
         if not runtime.trees:
             raise UnsupportedModelError(
-                f"{type(runtime.model).__name__} takes no attention mask per token, with which paths are compared during "
-                "decoding; expected a draft path from a profile, or another drafter"
+                f"{type(runtime.model).__name__} takes no attention mask per token, with which paths are compared "
+                "during decoding; expected a draft path from a profile, or another drafter"
             )
         super().__init__(
             runtime, start, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain

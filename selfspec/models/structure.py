@@ -14,7 +14,7 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import FAMILIES
 from selfspec.models.sizes import Sizes
-from selfspec.models.skeleton import context_of, ends_of, read_identity
+from selfspec.models.skeleton import context_of, decoder_part, ends_of, read_identity
 from selfspec.types.identity import Identity
 
 _ATTENTION = re.compile(r"(self_?|linear_|rel_)?att(entio)?n?|self_attention|multi_head_attention")
@@ -22,7 +22,7 @@ _MIXER = re.compile(r"mamba|mixer|(short_)?conv|temporal_block|mlstm_layer")  # 
 _MLP = re.compile(r"mlp|mlp_block|ffn?|feed_?forward|moe|block_sparse_moe|sparse_moe_block")
 
 
-class Absent(nn.Identity):  # type: ignore[misc]
+class Absent(nn.Identity):
     """Stands for a sub-layer that is no module of its own, and so can be neither skipped nor observed."""
 
 
@@ -35,18 +35,12 @@ class Structure:
     mlp: tuple[nn.Module, ...]
 
 
-def decoder_config(model: Any) -> Any:
-    """Return the configuration of a model's text decoder, which for a model of text alone is the model's own."""
-    config = getattr(model, "config", None)
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
 def find_structure(model: Any) -> Structure:
     """Find a model's structure by module names: the layers with most sub-layers, and the first of these.
 
     Raises `UnsupportedModelError` if no layer has an attention or a recurrent mixer that is a module of its own.
     """
-    config = decoder_config(model)
+    config = decoder_part(getattr(model, "config", None))
     counts = {getattr(config, name, None) for name in ("num_hidden_layers", "num_layers")} - {None}
     found: list[Structure] = []
     for _, module in model.named_modules():
@@ -115,8 +109,8 @@ class Outline:
 
 def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
     """Return the outline of a model of any family; its cached keys are `[B, kv_heads, n, head_dim]`."""
-    config, embedding = decoder_config(model), model.get_input_embeddings()
-    context, limit = context_of(config)
+    config, embedding = decoder_part(model.config), model.get_input_embeddings()
+    context, limit = context_of(config, any_rope=True)
     identity = read_identity(config)
     hidden = embedding.weight.shape[1] if identity.hidden is None else identity.hidden
     sizes = hidden, identity.intermediate or 4 * hidden, identity.heads or kv_heads, kv_heads, head_dim

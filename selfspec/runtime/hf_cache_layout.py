@@ -151,7 +151,7 @@ def copied(states: Sequence[Any]) -> list[Any]:
 
 def _copied(state: Any) -> Any:
     other = copy.copy(state)
-    vars(other).update({name: _cloned(value) for name, value in vars(state).items()})
+    other.__dict__.update({name: _cloned(value) for name, value in vars(state).items()})
     return other
 
 

@@ -113,4 +113,4 @@ class _HybridLayer(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignor
 
     def __init__(self, viewed_pass: ViewedPass, index: int, state: Any) -> None:
         super().__init__(viewed_pass, index)
-        vars(self).update(vars(state))  # the state's dicts themselves, which the pass then changes
+        self.__dict__.update(vars(state))  # the state's dicts themselves, which the pass then changes

@@ -1,8 +1,9 @@
 """A runtime over the model's own forward, for causal `transformers` models of any family.
 
 Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
-the same way. Layers whose state has no slots to crop, such as recurrent layers, have theirs in a `StateCache`. The model reads and writes this cache through the `transformers` cache interface. A sub-layer is skipped
-by an instance-level forward that returns zeros, set for one pass. No class is patched.
+the same way. Layers whose state has no slots to crop, such as recurrent layers, have it in a `StateCache`. The model
+reads and writes this cache through the `transformers` cache interface. A sub-layer is skipped by an instance-level
+forward that returns zeros, set for one pass. No class is patched.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.common import windows_of
 from selfspec.models.path_modules import Trained
-from selfspec.models.structure import decoder_config, find_structure, read_outline
+from selfspec.models.skeleton import decoder_part
+from selfspec.models.structure import find_structure, read_outline
 from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import BITS, CompiledPath
@@ -39,6 +41,7 @@ from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 _GROWTH = 256
 _PROBE = (1, 2, 3, 2, 1, 4, 3)  # tokens that every vocabulary has
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError)
+_HIDDEN_WINDOWS = ("window_size", "attention_window_size", "sliding_window_size", "keep_window_size")
 _CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
 
 
@@ -83,7 +86,7 @@ class GenericRuntime(Runtime):
         self._output_lengths: dict[
             nn.Module, int | None
         ] = {}  # length of a sub-layer's output tuple; None: a single tensor
-        self._windows = windows_of(decoder_config(self.model), self.layers)
+        self._windows = windows_of(decoder_part(self.model.config), self.layers)
         self.trees = True  # until tested
         self.trees = self._probed()
         self._reset(rows)
@@ -106,8 +109,9 @@ class GenericRuntime(Runtime):
     def _probed(self) -> bool:
         """Read the layout of the model's cache from a pass; return whether the model's logits are right with trees.
 
-        If they are wrong, recurrent modules run one token after the other, and go on from their state. If they are wrong
-        with keys and values in the runtime's cache, the model's own cache layers are kept instead, as states. Raises `UnsupportedModelError` if its logits with a cache are wrong in all these ways.
+        If the logits are wrong, recurrent modules run one token after the other, and so go on from their state. If they
+        are wrong with keys and values in the runtime's cache, the model's own cache layers are kept instead, as states.
+        Raises `UnsupportedModelError` if its logits with a cache are wrong in all these ways.
         """
         reason = ""
         for opaque, self._stepwise in ((False, False), (False, True), (True, False), (True, True)):
@@ -128,7 +132,7 @@ class GenericRuntime(Runtime):
     @torch.inference_mode()
     def _read_layout(self, *, opaque: bool) -> CacheLayout:
         """Return what the model caches, as a pass shows; also record the kind of each sub-layer's output."""
-        config, parts = decoder_config(self.model), (*self._structure.attention, *self._structure.mlp)
+        config, parts = decoder_part(self.model.config), (*self._structure.attention, *self._structure.mlp)
         cache, tokens = new_cache(config), torch.tensor([_PROBE], device=device_of(self.model.get_input_embeddings()))
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
@@ -197,9 +201,11 @@ class GenericRuntime(Runtime):
 
     @property
     def _masked_by_hand(self) -> bool:
-        """Whether all that a token sees is what a mask says: no state, no indexer, no chunks of attention."""
-        kinds = set(getattr(decoder_config(self.model), "layer_types", None) or ())
-        return not (self._layout.stateful or self._layout.indexed or kinds - {"full_attention", "sliding_attention"})
+        """Whether masks alone say what a token sees: no state, no indexer, and no window but `sliding_window`."""
+        config = decoder_part(self.model.config)
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        hidden_windows = [name for name in _HIDDEN_WINDOWS if getattr(config, name, None) is not None]
+        return not (self._layout.stateful or self._layout.indexed or kinds or hidden_windows)
 
     # -- the cache's life --------------------------------------------------------------------------------------
 
@@ -291,7 +297,7 @@ class GenericRuntime(Runtime):
         if mask is not None and not (self.trees and not self.stateful):
             raise UnsupportedModelError(f"{self._name} takes no attention mask per token; expected a chain of tokens")
         if not isinstance(cache, StateCache):
-            pass_inputs = PassInputs(*tokens.shape, positions, slots, mask, rows)
+            pass_inputs = PassInputs(tokens.shape[0], tokens.shape[1], positions, slots, mask, rows)
             return self._run(tokens, pass_inputs, compiled, logits, hidden, between)
 
         def run(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
@@ -411,7 +417,9 @@ class GenericRuntime(Runtime):
     def _skipped(self, skip: SkipSet) -> list[tuple[nn.Module, int | None]]:
         """Return the sub-layers of a skip set, each with the length of its output tuple (None: a single tensor)."""
         structure = self._structure
-        parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
+        sharing = getattr(decoder_part(self.model.config), "kv_sharing_modes", None) or [None] * self.layers
+        attention = [i for i in skip.attention if sharing[i] != "store"]  # other layers read these keys and values
+        parts = [*(structure.attention[i] for i in attention), *(structure.mlp[i] for i in skip.mlp)]
         return [(part, self._output_lengths[part]) for part in parts if part in self._output_lengths]
 
     def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Any:
@@ -426,7 +434,7 @@ class GenericRuntime(Runtime):
         if window is None:
             return additive(mask)
         near = additive(mask & self._static_cache.window_mask(window, positions, n, kv_len, rows))
-        if getattr(decoder_config(self.model), "layer_types", None) is None:
+        if getattr(decoder_part(self.model.config), "layer_types", None) is None:
             return near
         return {"full_attention": additive(mask), "sliding_attention": near}
 

@@ -58,8 +58,8 @@ def _advance(cache: StateCache, row: int, length: int, advance: Run) -> None:
 
 def _last(output: ForwardOutput, n: int) -> ForwardOutput:
     """Return the output for the last n tokens; logits may be of the last token alone."""
-    streams = ({layer: s[:, -n:] for layer, s in part.items()} for part in (output.hidden, output.between))
-    return ForwardOutput(None if output.logits is None else output.logits[:, -n:], *streams)
+    hidden, between = ({layer: s[:, -n:] for layer, s in part.items()} for part in (output.hidden, output.between))
+    return ForwardOutput(None if output.logits is None else output.logits[:, -n:], hidden, between)
 
 
 def _stacked(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
@@ -67,9 +67,7 @@ def _stacked(outputs: Sequence[ForwardOutput]) -> ForwardOutput:
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    hidden, between = (
-        {layer: torch.cat([part(output)[layer] for output in outputs]) for layer in part(first)}
-        for part in (lambda output: output.hidden, lambda output: output.between)
-    )
+    hidden = {layer: torch.cat([output.hidden[layer] for output in outputs]) for layer in first.hidden}
+    between = {layer: torch.cat([output.between[layer] for output in outputs]) for layer in first.between}
     logits = [output.logits for output in outputs if output.logits is not None]
     return ForwardOutput(torch.cat(logits) if logits else None, hidden, between)

@@ -67,6 +67,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HYBRID = ["linear_attention", "full_attention"] * 2
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 # What the sizes above do not fit, or what a model of few layers would not have.
@@ -76,6 +77,11 @@ OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "camembert": {"pad_token_id": 60},
     "cwm": {"bos_token_id": 1, "layer_types": ALTERNATING},
+    "cohere_compass_text": {
+        "layer_types": ALTERNATING,
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE),
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4}},
     "data2vec-text": {"pad_token_id": 60},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"layer_types": [*ALTERNATING, *ALTERNATING], "num_hidden_layers": 8, "num_kv_shared_layers": 4},
@@ -106,7 +112,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "roc_bert": {"pronunciation_vocab_size": 61, "shape_vocab_size": 61},
     "xglm": {"attention_heads": HEADS},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * WIDTH // HEADS,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "mamba_headdim": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -129,7 +140,7 @@ def _tiny(config_class: Any, own: dict[str, Any]) -> Any:
     if "kv_lora_rank" in fields:
         sizes["num_key_value_heads"] = HEADS  # keys and values are made for every query head
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
-        if hasattr(part, "__annotations__"):
+        if name not in own and hasattr(part, "model_type"):
             sizes[name] = _tiny(part, OWN.get(part.model_type, {})).to_dict()
     return config_class(**{**sizes, "experts_implementation": "eager", **own})
 

@@ -30,7 +30,7 @@ from selfspec.types.skip import SkipSet
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
 ROOM = 32
-LIMIT = 120  # seconds for one type: only what hangs takes that long
+LIMIT = 400  # seconds for one type: only what hangs takes that long
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@
     python tests/scripts/every_model_type.py jamba opt    # these types, with tracebacks
 
 Tiny random models in float64, greedy; the long tests run the same (`tests/selfspec/runtime/test_every_type.py`). A type
-is `not tried` if `transformers` itself cannot make or run a tiny model of it. The exit code is 1 if any text differs or anything fails.
+is `not tried` if `transformers` itself cannot make or run a tiny model of it. The exit code is 1 if any text differs or
+anything fails.
 """
 
 from __future__ import annotations

@@ -223,6 +223,13 @@ def test_every_kind_of_cache_gives_the_text_of_generate(model_type, trees, state
     assert (row.drafts, "states" in row.runtime) == ("trees" if trees else "chains", stateful)
 
 
+def test_a_layer_whose_keys_others_read_is_not_skipped():
+    runtime = open_runtime(tiny_model("gemma4_text"))
+    every_layer = tuple(range(runtime.layers))
+    drafter = LayerSkipDrafter(runtime, DraftPath(SkipSet(every_layer, every_layer)), FixedK(3))
+    assert run(runtime, drafter, PROMPT, 12)[0] == plain(runtime, PROMPT, 12)
+
+
 @with_trees
 def test_texts_are_replayed(name):
     """As the search does: what a replay says that a draft would be is what is drafted."""
