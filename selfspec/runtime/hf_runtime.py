@@ -28,6 +28,7 @@ from selfspec.runtime.compiled_path import BITS, CompiledPath
 from selfspec.runtime.forward import Runtime
 from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new_cache, read_layout
 from selfspec.runtime.hf_cache_view import ViewedPass
+from selfspec.runtime.hf_check import MODEL_ERRORS, PROBE, WrongLogitsError, check_chains, takes_masks, tolerance
 from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, skipping, stepping
 from selfspec.runtime.paged import BlockTables
 from selfspec.runtime.state_cache import StateCache
@@ -39,14 +40,7 @@ from selfspec.types.draft_path import FULL, DraftPath, Mode
 from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
 
 _GROWTH = 256
-_PROBE = (1, 2, 3, 2, 1, 4, 3)  # tokens that every vocabulary has
-_MODEL_ERRORS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError)
 _HIDDEN_WINDOWS = ("window_size", "attention_window_size", "sliding_window_size", "keep_window_size")
-_CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
-
-
-class WrongLogitsError(Exception):
-    """A model's logits with the runtime's cache are not those without a cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -133,17 +127,17 @@ class GenericRuntime(Runtime):
     def _read_layout(self, *, opaque: bool) -> CacheLayout:
         """Return what the model caches, as a pass shows; also record the kind of each sub-layer's output."""
         config, parts = decoder_part(self.model.config), (*self._structure.attention, *self._structure.mlp)
-        cache, tokens = new_cache(config), torch.tensor([_PROBE], device=device_of(self.model.get_input_embeddings()))
+        cache, tokens = new_cache(config), torch.tensor([PROBE], device=device_of(self.model.get_input_embeddings()))
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
             with callers_of(
                 cache, ("update_conv_state", "update_recurrent_state"), self._structure.layers
             ) as self._mixers:
                 self.model(tokens, use_cache=True, **{self._cache_name: cache})
-            return read_layout(config, cache, len(_PROBE), opaque=opaque)
+            return read_layout(config, cache, len(PROBE), opaque=opaque)
         except UnknownCacheError as error:
             raise UnsupportedModelError(f"{self._name} is not supported: {error}") from None
-        except _MODEL_ERRORS as error:
+        except MODEL_ERRORS as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:
             for hook in hooks:
@@ -158,46 +152,12 @@ class GenericRuntime(Runtime):
 
         Raises `WrongLogitsError` if its logits with this cache are wrong even for a single sequence.
         """
-        tokens = torch.tensor([_PROBE], device=self.device)
-        n = tokens.shape[1]
-        theirs = self.model(tokens, use_cache=False).logits
-
-        def close(ours: Tensor | None, wanted: Tensor) -> bool:
-            # Recurrent kernels compute in float32 in a float64 model, too.
-            dtype = torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype
-            error = _CLOSE.get(dtype, 0.1) * float(theirs.abs().max())
-            return ours is not None and float((ours - wanted).abs().max()) <= error
-
-        with self.session(n + 2):
-            try:
-                ours = [self._committed(tokens[:, a:b], a) for a, b in ((0, 3), (3, 4))]
-                self.forward(tokens[:, 1:3], 4, rows=slice(0, 1))  # two tokens that are not accepted
-                ours.append(self._committed(tokens[:, 4:], 4))
-            except _MODEL_ERRORS as error:
-                raise WrongLogitsError(f"it runs without a KV cache, but not with one ({error})") from None
-            if not close(torch.cat(ours, 1), theirs):
-                raise WrongLogitsError("its logits with a KV cache are wrong")
-            if "position_ids" not in self._forward_params or not self._masked_by_hand:
-                return False
-            try:
-                # The last token but one again, next to a sibling, at slots other than positions, in two rows.
-                positions = torch.tensor([[n - 2, n - 2]] * 2, device=self.device)
-                mask = torch.ones(2, 2, n, dtype=torch.bool, device=self.device).tril(n - 2)
-                mask[:, 1, n - 2] = False
-                both = torch.tensor([[3, _PROBE[n - 2]]] * 2, device=self.device)
-                self.forward(tokens.repeat(2, 1), 0, logits=None)
-                step = self.forward(both, positions, slots=n - 2, mask=mask)
-                assert step.logits is not None
-                return close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1))
-            except _MODEL_ERRORS:
-                return False
-
-    def _committed(self, tokens: Tensor, start: int) -> Tensor:
-        """Return the logits of a pass over tokens `[1, n]` in the first row, all of which are then accepted."""
-        logits = self.forward(tokens, start, rows=slice(0, 1)).logits
-        self._static_cache.commit(0, range(tokens.shape[1] - 1))
-        assert logits is not None
-        return logits
+        theirs = self.model(torch.tensor([PROBE], device=self.device), use_cache=False).logits
+        # Recurrent kernels compute in float32 in a float64 model, too.
+        error = tolerance(theirs, torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype)
+        with self.session(len(PROBE) + 2):
+            check_chains(self, theirs, error)
+            return "position_ids" in self._forward_params and self._masked_by_hand and takes_masks(self, theirs, error)
 
     @property
     def _masked_by_hand(self) -> bool:
