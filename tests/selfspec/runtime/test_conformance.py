@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelError
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.models.low_precision import fake
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import LeanRuntime
@@ -156,7 +157,7 @@ def test_what_a_draft_writes_the_full_pass_does_not_read(runtime, path):
 def test_both_runtimes_compute_the_same_along_a_path(path):
     logits = []
     for kind in (LeanRuntime, GenericRuntime):
-        one = kind(model())
+        one = kind(model(), kernel=fake)
         with one.session(N):
             logits.append(one.forward(TOKENS[:1], 0, path=one.compile(path)).logits)
     close(*logits)
