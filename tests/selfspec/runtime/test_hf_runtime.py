@@ -194,7 +194,10 @@ def test_few_bits_run_in_full_and_trained_parts_are_refused():
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
-    [("recurrent_gemma", "its logits with a KV cache are wrong"), ("hrm_text", "no layers with an attention module")],
+    [
+        ("recurrent_gemma", "its logits with a KV cache are wrong"),
+        ("hrm_text", "no layers with an attention or MLP module"),
+    ],
 )
 def test_what_is_not_understood_is_refused_by_name(model_type, why):
     """One keeps its state in its modules, and not in a cache; the other has no list of layers."""
