@@ -41,7 +41,7 @@ class Structure:
 def find_structure(model: Any) -> Structure:
     """Find a model's structure by module names: the layers with most sub-layers, and the first of these.
 
-    Raises `UnsupportedModelError` if no layer has an attention or a recurrent mixer that is a module of its own.
+    Raises `UnsupportedModelError` if there is no list of layers, or if no sub-layer is a module of its own.
     """
     config = decoder_part(getattr(model, "config", None))
     counts = {getattr(config, name, None) for name in ("num_hidden_layers", "num_layers")} - {None}
@@ -52,11 +52,11 @@ def find_structure(model: Any) -> Structure:
             mlps = tuple(_child(layer, _MLP) or Absent() for layer in module)
             found.append(Structure(tuple(module), mixers, mlps))
     best = max(found, key=_modules, default=None)
-    if best is None or all(isinstance(part, Absent) for part in best.attention):
+    if best is None or not _modules(best):
         kind = getattr(getattr(model, "config", None), "model_type", None)
         raise UnsupportedModelError(
-            f"{type(model).__name__} (model_type {kind!r}) is not supported: no layers with an attention module were "
-            f"found; supported are {', '.join(FAMILIES)}, and models with such layers"
+            f"{type(model).__name__} (model_type {kind!r}) is not supported: no layers with an attention or MLP module "
+            f"were found; supported are {', '.join(FAMILIES)}, and models with such layers"
         )
     return best
 

@@ -103,7 +103,11 @@ class GenericRuntime(CachedRuntime):
         """
         reason = ""
         for opaque, self._stepwise in ((False, False), (False, True), (True, False), (True, True)):
-            self._layout = self._read_layout(opaque=opaque)
+            try:
+                self._layout = self._read_layout(opaque=opaque)
+            except UnknownCacheError as error:
+                reason = str(error)
+                continue
             if self._stepwise and not self._steps:
                 continue
             kv_heads, head_dim = self._layout.mean_shape(self.layers)
@@ -123,7 +127,10 @@ class GenericRuntime(CachedRuntime):
 
     @torch.inference_mode()
     def _read_layout(self, *, opaque: bool) -> CacheLayout:
-        """Return what the model caches, as a pass shows; also record the kind of each sub-layer's output."""
+        """Return what the model caches, as a pass shows; also record the kind of each sub-layer's output.
+
+        Raises `UnknownCacheError` as `read_layout` does, and `UnsupportedModelError` if the pass fails.
+        """
         config, parts = decoder_part(self.model.config), (*self._structure.attention, *self._structure.mlp)
         cache, tokens = new_cache(config), torch.tensor([PROBE], device=device_of(self.model.get_input_embeddings()))
         hooks = [part.register_forward_hook(self._note) for part in parts]
@@ -135,8 +142,6 @@ class GenericRuntime(CachedRuntime):
                 self.model(tokens, use_cache=True, **{self._cache_name: cache})
             self._steps = stepping(mixers)
             return read_layout(config, cache, len(PROBE), opaque=opaque)
-        except UnknownCacheError as error:
-            raise UnsupportedModelError(f"{self._name} is not supported: {error}") from None
         except MODEL_ERRORS as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:

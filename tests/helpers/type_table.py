@@ -47,11 +47,12 @@ class Row:
     @property
     def line(self) -> str:
         """A row of a Markdown table."""
-        cells = (f"`{self.model_type}`", self.outcome, self.runtime, self.drafts, ", ".join(self.modes), self.why)
+        why = ", ".join(self.modes) if self.outcome == "different" else self.why
+        cells = (f"`{self.model_type}`", self.outcome, self.runtime, self.drafts, why)
         return f"| {' | '.join(cells)} |"
 
 
-HEAD = "| `model_type` | text | runtime | drafts | modes | why not |\n|---|---|---|---|---|---|"
+HEAD = "| `model_type` | text | runtime | drafts | why not |\n|---|---|---|---|---|"
 
 
 class _Timeout(BaseException):
@@ -80,7 +81,7 @@ def tried(model_type: str, *, raising: bool = False) -> Row:
                 model = tiny_model(model_type)
                 texts = [theirs(model, prompt) for prompt in (PROMPT, PROMPT[:5])]
             except Exception as error:  # whatever a model raises without selfspec
-                return Row(model_type, "not tried", why=f"transformers: {_first_line(error)}")
+                return Row(model_type, "not tried", why=f"no tiny model: {_first_line(error)}")
             try:
                 runtime = open_runtime(model)
             except SelfspecError as error:

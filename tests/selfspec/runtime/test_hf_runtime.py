@@ -60,6 +60,7 @@ CONFIGS = {
     "bloom": BloomConfig(**SMALL),
     "mpt": MptConfig(**SMALL, d_model=32, n_heads=4, n_layers=4),
 }
+LONG = pytest.mark.long("seconds for each type, and `test_every_type.py` has them all")
 CHAINS = ("bloom", "mpt")  # which take no masks that say what each token sees
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SKIPS = [SkipSet((0,), (0,)), SkipSet((1, 3), (2,)), SkipSet((0, 1, 2, 3), (0, 1, 2, 3))]
@@ -163,6 +164,10 @@ def test_a_mask_is_refused_where_none_is_taken():
         runtime.forward(tokens_for(2), 0, mask=torch.ones(1, 2, 2, dtype=torch.bool))
     with pytest.raises(UnsupportedModelError, match="BloomForCausalLM takes no attention mask per token"):
         SwiftDrafter(runtime, FixedK(2))
+    with pytest.raises(
+        UnsupportedModelError, match="BloomForCausalLM takes no attention mask per token, with which the"
+    ):
+        Replay(runtime.model, [TargetText((1, 2, 3), 1, 2)], depth=2, base_runtime=runtime)
 
 
 @every
@@ -306,10 +311,13 @@ def test_other_modules_than_linears_run_in_full_and_trained_parts_are_refused():
 
 @pytest.mark.parametrize(
     ("model_type", "why"),
-    [("recurrent_gemma", "its logits with a KV cache are wrong"), ("hrm_text", "no layers with an attention module")],
+    [
+        ("recurrent_gemma", "its logits with a KV cache are wrong"),
+        ("hrm_text", "no layers with an attention or MLP module"),
+    ],
 )
 def test_what_is_not_understood_is_refused_by_name(model_type, why):
-    """One keeps its state in its modules, and not in a cache; the other has no list of layers."""
+    """One keeps its state in its modules, one has no list of layers, one goes on with single tokens alone."""
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}'.* is not supported: .*{why}"):
         open_runtime(tiny_model(model_type))
 
@@ -319,14 +327,16 @@ def test_what_is_not_understood_is_refused_by_name(model_type, why):
     [
         ("opt", True, False),  # its MLP is no module of its own
         ("mimo_v2_flash", True, False),  # keys and values of different sizes, which differ from layer to layer
-        ("deepseek_v3", True, False),  # latent attention
+        pytest.param("deepseek_v3", True, False, marks=LONG),  # latent attention
         ("gemma4_text", True, False),  # layers that share the keys and values of others
         ("deepseek_v32", False, False),  # an indexer with keys of its own
         ("qwen3_5_text", False, True),  # linear attention
-        ("jamba", False, True),  # a recurrent module that does not go on from a state with several tokens
-        ("nemotron_h", False, True),  # layers of one sub-layer
-        ("falcon_h1", False, True),  # keys and values beside a state in one layer
-        ("deepseek_v4", False, True),  # compressed keys and values
+        pytest.param(
+            "jamba", False, True, marks=LONG
+        ),  # a recurrent module that does not go on from a state with several tokens
+        pytest.param("nemotron_h", False, True, marks=LONG),  # layers of one sub-layer
+        pytest.param("falcon_h1", False, True, marks=LONG),  # keys and values beside a state in one layer
+        pytest.param("deepseek_v4", False, True, marks=LONG),  # compressed keys and values
     ],
 )
 def test_every_kind_of_cache_gives_the_text_of_generate(model_type, trees, stateful):
