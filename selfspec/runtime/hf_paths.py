@@ -63,12 +63,6 @@ class GenericPaths(PathCache):
         assert isinstance(compiled, GenericPath)
         return compiled
 
-    def get(self, path: DraftPath) -> GenericPath:
-        """Return the compiled form of a draft path, as `PathCache.get` does."""
-        compiled = super().get(path)
-        assert isinstance(compiled, GenericPath)
-        return compiled
-
     def skipping(self, skip: SkipSet) -> GenericPath:
         """Return a path that skips sub-layers and runs all others in full."""
         return self._path({**self._full, **self._skipped(skip)})
