@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import Controller
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
@@ -83,7 +84,13 @@ class Replay:
         self.seed = seed
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
-        self._runtime = (base_runtime or open_runtime(model)).with_new_cache(rows=len(self.texts))
+        own_runtime = base_runtime or open_runtime(model)
+        if not own_runtime.trees:
+            raise UnsupportedModelError(
+                f"{type(own_runtime.model).__name__} takes no attention mask per token, with which the search replays "
+                "many drafts in one pass; expected another model"
+            )
+        self._runtime = own_runtime.with_new_cache(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)
         self._first = [0]  # index of each text's first start among all starts

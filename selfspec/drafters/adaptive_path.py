@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain
 from selfspec.drafters.layer_skip import LayerSkipDrafter
@@ -34,7 +34,7 @@ class AdaptivePathDrafter(LayerSkipDrafter):
 
     A choice depends only on the text and the target's hidden states, and is made before any token of the draft is
     drawn. So drafted tokens follow the distribution q that is recorded for verification. Raises as `LayerSkipDrafter`
-    does.
+    does, and `UnsupportedModelError` for a model that takes no attention mask per token.
     """
 
     def __init__(
@@ -47,6 +47,11 @@ class AdaptivePathDrafter(LayerSkipDrafter):
         confidence: Confidence = PROBABILITY,
         proposer_chain: ProposerChain | None = None,
     ) -> None:
+        if not runtime.trees:
+            raise UnsupportedModelError(
+                f"{type(runtime.model).__name__} takes no attention mask per token, with which paths are compared "
+                "during decoding; expected a draft path from a profile, or another drafter"
+            )
         super().__init__(
             runtime, start, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
         )

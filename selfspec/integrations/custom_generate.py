@@ -34,7 +34,7 @@ from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.sampling_plan import check_config
 from selfspec.models.layout import apply_layout_, check_layout
 from selfspec.models.shards import check_unsharded
-from selfspec.models.skeleton import identity_of
+from selfspec.models.skeleton import decoder_part, identity_of
 from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.profile.choosing import choose_profile, named_profile
 from selfspec.profile.schema import Profile
@@ -111,7 +111,7 @@ class CustomGenerate:
         Returns the sequences `[B, n + m]`, padded on the right, or with `return_dict_in_generate` generate's output
         object. Raises `SelfspecError` for unsupported arguments.
         """
-        _check(generation_config, model_kwargs, model.config.vocab_size)
+        _check(generation_config, model_kwargs, decoder_part(model.config).vocab_size)
         prompts = _prompts(input_ids, model_kwargs)
         longest, ends, other_criteria = _limits(stopping_criteria, input_ids.shape[1])
         llm = self._prepared(model)

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import WatermarkingConfig
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options, stop_texts
 from selfspec.models.dispatch import device_of
-from selfspec.models.skeleton import end_tokens
+from selfspec.models.skeleton import decoder_part, end_tokens
 from selfspec.speculation.rules import Rule, find_rule
 from selfspec.speculation.sampling import Sampler, as_integer
 from selfspec.speculation.sequence import Continuation
@@ -124,7 +124,7 @@ def _plan(model: Any, options: Options, prompt: Sequence[int], ends: frozenset[i
     tied = rule == "match" if rule is not None else seed is not None
     sampler = Sampler(temperature=float(bool(config.do_sample)), seed=seed, tied=tied, processors=processors)
     # Run transformers' processors once, so that an unusable field fails before any work is done.
-    scores = torch.zeros((1, model.config.vocab_size), device=device)
+    scores = torch.zeros((1, decoder_part(model.config).vocab_size), device=device)
     for processor in processors:
         scores = scores if processor in options.logits_processor else processor(ids, scores)
     assert config.max_new_tokens is not None
@@ -164,7 +164,7 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
         config.eos_token_id = sorted(ends) or None
     if (several := config.num_return_sequences) not in (None, 1):
         raise SelfspecError(f"generation config: num_return_sequences {several} is not served; ask once for each")
-    check_config(config, model.config.vocab_size)
+    check_config(config, decoder_part(model.config).vocab_size)
     return config
 
 

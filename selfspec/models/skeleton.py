@@ -186,16 +186,22 @@ def identity_of(model: Any) -> Identity:
     return read_skeleton(model).identity if is_lean(model) else read_identity(model.config)
 
 
+def decoder_part(config: Any) -> Any:
+    """Return the part of a configuration that describes the text decoder: all of it for a model of text alone."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
 def read_identity(config: Any) -> Identity:
     """Return the identity of a model from its configuration, without the weights' fingerprint."""
+    config = decoder_part(config)
     return Identity(
         name=getattr(config, "_name_or_path", None) or None,
         model_type=config.model_type,
         layers=config.num_hidden_layers,
-        hidden=getattr(config, "hidden_size", None),
-        heads=getattr(config, "num_attention_heads", None),
-        kv_heads=_kv_heads(config),
-        intermediate=getattr(config, "intermediate_size", None),
+        hidden=_number(config, "hidden_size"),
+        heads=_number(config, "num_attention_heads"),
+        kv_heads=_number(config, "num_key_value_heads", "num_attention_heads"),
+        intermediate=_number(config, "intermediate_size"),
         vocabulary=config.vocab_size,
     )
 
@@ -206,7 +212,7 @@ def _sizes(model: Any, parts: Parts) -> Sizes:
         hidden=config.hidden_size,
         intermediate=config.intermediate_size,
         heads=config.num_attention_heads,
-        kv_heads=_kv_heads(config),
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=parts.head_dim,
         eps=parts.eps,
         dtype=dtype_of(parts.embedding),
@@ -214,9 +220,10 @@ def _sizes(model: Any, parts: Parts) -> Sizes:
     return local_sizes(model, parts, sizes) if is_sharded(model) else sizes
 
 
-def _kv_heads(config: Any) -> int:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads
+def _number(config: Any, *names: str) -> int | None:
+    """Return the first of a configuration's numbers that is there; None for what differs from layer to layer."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
@@ -227,10 +234,10 @@ def _brought(head: Call, parts: Parts, stream: torch.device) -> Call:
     return Moved(head, device)
 
 
-def context_of(config: Any) -> tuple[int, str]:
+def context_of(config: Any, *, any_rope: bool = False) -> tuple[int, str]:
     """Return the number of supported positions, and the reason for the limit.
 
-    Raises `UnsupportedModelError` for an unknown RoPE type.
+    Raises `UnsupportedModelError` for an unknown RoPE type, unless `any_rope`: the model's own forward computes it.
     """
     context, limit = int(getattr(config, "max_position_embeddings", None) or ENDLESS), "the model's context"
     for rope in _ropes(config):
@@ -240,7 +247,7 @@ def context_of(config: Any) -> tuple[int, str]:
             original = next((source[ORIGINAL] for source in sources if source.get(ORIGINAL)), context)
             if original < context:
                 context, limit = int(original), f"the original length of '{kind}' rope, beyond which keys would change"
-        elif kind not in ROPES:
+        elif kind not in ROPES and not any_rope:
             supported = ", ".join((*ROPES, *LENGTH_DEPENDENT_ROPES))
             raise UnsupportedModelError(f"rope type '{kind}' is not supported; supported: {supported}")
     return context, limit
@@ -257,7 +264,7 @@ def ends_of(model: Any) -> frozenset[int]:
     """Return the end tokens that the generation config names, or else the model's config."""
     generation = getattr(model, "generation_config", None)
     end = getattr(generation, "eos_token_id", None)
-    return end_tokens(model.config.eos_token_id if end is None else end)
+    return end_tokens(getattr(decoder_part(model.config), "eos_token_id", None) if end is None else end)
 
 
 def end_tokens(ids: int | Iterable[int] | None) -> frozenset[int]:

@@ -14,19 +14,24 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import FAMILIES
 from selfspec.models.sizes import Sizes
-from selfspec.models.skeleton import context_of, ends_of, read_identity
+from selfspec.models.skeleton import context_of, decoder_part, ends_of, read_identity
 from selfspec.types.identity import Identity
 
 Forwards = Mapping[nn.Module, Callable[..., Any]]
 """Functions that run in place of modules' own forwards."""
 
-_ATTENTION = re.compile(r"(self_?)?att(entio)?n|self_attention")
-_MLP = re.compile(r"mlp|ffn?|feed_?forward|moe|block_sparse_moe|sparse_moe_block")
+_ATTENTION = re.compile(r"(self_?|linear_|rel_)?att(entio)?n?|self_attention|multi_head_attention")
+_MIXER = re.compile(r"mamba|mixer|(short_)?conv|temporal_block|mlstm_layer")  # what stands where others have attention
+_MLP = re.compile(r"mlp|mlp_block|ffn?|feed_?forward|moe|block_sparse_moe|sparse_moe_block")
+
+
+class Absent(nn.Identity):
+    """Stands for a sub-layer that is no module of its own, and so can be neither skipped nor observed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A model's decoder layers, and the attention and the MLP module of each."""
+    """A model's decoder layers, and the attention (or recurrent mixer) and the MLP module of each, perhaps `Absent`."""
 
     layers: tuple[nn.Module, ...]
     attention: tuple[nn.Module, ...]
@@ -34,23 +39,35 @@ class Structure:
 
 
 def find_structure(model: Any) -> Structure:
-    """Find a model's structure by module names. Raises `UnsupportedModelError` if its layers cannot be found."""
-    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    """Find a model's structure by module names: the layers with most sub-layers, and the first of these.
+
+    Raises `UnsupportedModelError` if there is no list of layers, or if no sub-layer is a module of its own.
+    """
+    config = decoder_part(getattr(model, "config", None))
+    counts = {getattr(config, name, None) for name in ("num_hidden_layers", "num_layers")} - {None}
+    found: list[Structure] = []
     for _, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            layers = tuple(module)
-            attention, mlp = (tuple(_child(layer, name) for layer in layers) for name in (_ATTENTION, _MLP))
-            if None not in attention and None not in mlp:
-                return Structure(layers, attention, mlp)  # type: ignore[arg-type]
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    raise UnsupportedModelError(
-        f"{type(model).__name__} (model_type {kind!r}) is not supported: no layers with an attention and an MLP module "
-        f"were found; supported are {', '.join(FAMILIES)}, and models with such layers"
-    )
+        if isinstance(module, nn.ModuleList) and len(module) in counts and len(module):
+            mixers = tuple(_child(layer, _ATTENTION) or _child(layer, _MIXER) or Absent() for layer in module)
+            mlps = tuple(_child(layer, _MLP) or Absent() for layer in module)
+            found.append(Structure(tuple(module), mixers, mlps))
+    best = max(found, key=_modules, default=None)
+    if best is None or not _modules(best):
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {kind!r}) is not supported: no layers with an attention or MLP module "
+            f"were found; supported are {', '.join(FAMILIES)}, and models with such layers"
+        )
+    return best
+
+
+def _modules(structure: Structure) -> int:
+    return sum(not isinstance(part, Absent) for part in (*structure.attention, *structure.mlp))
 
 
 def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
-    return next((child for own, child in layer.named_children() if name.fullmatch(own)), None)
+    named = ((own, child) for own, child in layer.named_children() if not isinstance(child, nn.ModuleList))
+    return next((child for own, child in named if name.fullmatch(own)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +122,8 @@ class Outline:
 
 def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
     """Return the outline of a model of any family; its cached keys are `[B, kv_heads, n, head_dim]`."""
-    config, embedding = model.config, model.get_input_embeddings()
-    context, limit = context_of(config)
+    config, embedding = decoder_part(model.config), model.get_input_embeddings()
+    context, limit = context_of(config, any_rope=True)
     identity = read_identity(config)
     hidden = embedding.weight.shape[1] if identity.hidden is None else identity.hidden
     sizes = hidden, identity.intermediate or 4 * hidden, identity.heads or kv_heads, kv_heads, head_dim
@@ -118,5 +135,5 @@ def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
         context_reason=limit,
         ends=ends_of(model),
         device=device_of(embedding),
-        name=f"{type(model).__name__} (model_type {config.model_type!r})",
+        name=f"{type(model).__name__} (model_type {model.config.model_type!r})",
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,10 +48,19 @@ class Int8Copies:
         return self.keys.nbytes + self.values.nbytes + self.scales.nbytes
 
 
+class KVShape(NamedTuple):
+    """The number of KV heads of a layer, and the sizes of a head's keys and values."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
 class Cache(CacheRows):
     """Keys and values `[rows, H_kv, slots, d]` of each layer; each row has extra slots that every mask hides.
 
-    `group`: query heads per KV head. `devices`: the device of each layer.
+    `group`: query heads per KV head. `devices`: the device of each layer. `shapes`: the shape of each layer's keys and
+    values, if layers differ; `kv_views` and `repeated_views` are then for all rows only.
 
     With `keys_transposed`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all
     keys fastest in this layout.
@@ -72,29 +81,36 @@ class Cache(CacheRows):
         devices: Sequence[torch.device],
         keys_transposed: bool = False,
         track_positions: bool = False,
+        shapes: Sequence[KVShape] | None = None,
     ) -> None:
         super().__init__(rows, slots)
-        # One tensor [L, B, H_kv, slots, d] for each run of layers on one device: one call makes views of all layers.
-        runs = [(len(list(layers)), device) for device, layers in groupby(devices)]
+        shapes = [KVShape(kv_heads, head_dim, head_dim)] * len(devices) if shapes is None else shapes
+        # One tensor [L, B, H_kv, slots, d] for each run of equal layers on one device: one call makes all their views.
+        runs = [
+            (len(list(layers)), device, shape) for (device, shape), layers in groupby(zip(devices, shapes, strict=True))
+        ]
 
-        def zeros(layers: int, device: torch.device, *shape: int) -> Tensor:
-            return torch.zeros((layers, rows, kv_heads, *shape), dtype=dtype, device=device)
+        def zeros(layers: int, device: torch.device, heads: int, *shape: int) -> Tensor:
+            return torch.zeros((layers, rows, heads, *shape), dtype=dtype, device=device)
 
-        def keys(layers: int, device: torch.device) -> Tensor:
+        def keys(layers: int, device: torch.device, shape: KVShape) -> Tensor:
             if keys_transposed:
-                return zeros(layers, device, head_dim, slots + _SPARE).transpose(-1, -2)
-            return zeros(layers, device, slots + _SPARE, head_dim)
+                return zeros(layers, device, shape.heads, shape.key_dim, slots + _SPARE).transpose(-1, -2)
+            return zeros(layers, device, shape.heads, slots + _SPARE, shape.key_dim)
 
-        self._buffers = [(keys(*run), zeros(*run, slots + _SPARE, head_dim)) for run in runs]
+        def values(layers: int, device: torch.device, shape: KVShape) -> Tensor:
+            return zeros(layers, device, shape.heads, slots + _SPARE, shape.value_dim)
+
+        self._buffers = [(keys(*run), values(*run)) for run in runs]
         # Rows and KV heads are folded into one dimension; each KV head is expanded to `group` query heads, not copied.
-        folded = [(keys.flatten(1, 2), values.flatten(1, 2)) for keys, values in self._buffers]
-        self._folded = [(keys.transpose(-1, -2), values) for keys, values in folded]
-        self._repeated = [(_repeat(keys, group), _repeat(values, group)) for keys, values in folded]
+        folded = [(k.flatten(1, 2), v.flatten(1, 2)) for k, v in self._buffers]
+        self._folded = [(k.transpose(-1, -2), v) for k, v in folded]
+        self._repeated = [(_repeat(k, group), _repeat(v, group)) for k, v in folded]
         self._heads = kv_heads
-        self.keys = [layer for keys, _ in self._buffers for layer in keys]
-        self.values = [layer for _, values in self._buffers for layer in values]
+        self.keys = [layer for k, _ in self._buffers for layer in k]
+        self.values = [layer for _, v in self._buffers for layer in v]
         self._table = torch.arange(rows)
-        slot_numbers = torch.arange(slots + _SPARE, device=devices[0])
+        slot_numbers = torch.arange(slots + _SPARE, device=devices[0] if devices else None)
         self.positions = slot_numbers.repeat(rows, 1) if track_positions else None
         self.on_move: Callable[[Move], None] | None = None  # callback before each move within the cache
         self._copies: Int8Copies | None = None

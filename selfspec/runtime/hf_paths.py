@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +33,20 @@ class GenericPath(CompiledPath):
 class GenericPaths(PathCache):
     """The compiled paths of a model that runs through its own forward.
 
-    `outputs`: the length of each sub-layer's output tuple (None: a single tensor).
+    `outputs`: the length of each sub-layer's output tuple (None: a single tensor). `unskippable`: layers whose
+    attention runs even where a path skips it.
     """
 
     _quantizer: ModuleQuantizer
 
-    def __init__(self, quantizer: ModuleQuantizer, outline: Outline, outputs: Mapping[nn.Module, int | None]) -> None:
+    def __init__(
+        self,
+        quantizer: ModuleQuantizer,
+        outline: Outline,
+        outputs: Mapping[nn.Module, int | None],
+        *,
+        unskippable: Collection[int] = (),
+    ) -> None:
         sizes, identity = outline.sizes, outline.identity
         super().__init__(
             quantizer,
@@ -47,6 +55,7 @@ class GenericPaths(PathCache):
             head_row=sizes.hidden * sizes.dtype.itemsize,
         )
         self._outputs, self._device, self._full = outputs, outline.device, quantizer.full()
+        self._unskippable = frozenset(unskippable)
 
     def get(self, path: DraftPath) -> GenericPath:
         """Return the compiled form of a draft path, as `PathCache.get` does."""
@@ -85,7 +94,8 @@ class GenericPaths(PathCache):
 
     def _skipped(self, skip: SkipSet) -> Forwards:
         structure = self._quantizer.structure
-        parts = [*(structure.attention[i] for i in skip.attention), *(structure.mlp[i] for i in skip.mlp)]
+        attention = [i for i in skip.attention if i not in self._unskippable]
+        parts = [*(structure.attention[i] for i in attention), *(structure.mlp[i] for i in skip.mlp)]
         return {part: zero_forward(part, self._outputs[part]) for part in parts if part in self._outputs}
 
     def _head_over(self, tokens: Sequence[int]) -> Forwards:

@@ -1,8 +1,9 @@
-"""A runtime over the model's own forward, for causal `transformers` models whose layers have an attention and an MLP.
+"""A runtime over the model's own forward, for causal `transformers` models of any family.
 
 Keys and values are stored in the same cache as the lean runtime's, so that drafts are laid out, verified and committed
-the same way. The model reads and writes this cache through the `transformers` cache interface. Sub-layers are skipped,
-and linears quantised, by forwards that replace those of the modules in one thread for one pass (`module_hooks`).
+the same way. Layers whose state has no slots to crop, such as recurrent layers, have it in a `StateCache`. The model
+reads and writes this cache through the `transformers` cache interface. Sub-layers are skipped, and linears quantised,
+by forwards that replace those of the modules in one thread for one pass (`module_hooks`).
 """
 
 from __future__ import annotations
@@ -13,39 +14,47 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Block
 from selfspec.models.families.common import windows_of
 from selfspec.models.low_precision import Kernel
-from selfspec.models.module_quantizer import quantizer_of, recording_inputs
+from selfspec.models.module_quantizer import ModuleQuantizer, recording_inputs
 from selfspec.models.path_modules import Trained
+from selfspec.models.skeleton import decoder_part
 from selfspec.models.structure import Outline, find_structure, read_outline
+from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.base import CachedRuntime
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath
-from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
+from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new_cache, read_layout
+from selfspec.runtime.hf_cache_view import ViewedPass
+from selfspec.runtime.hf_check import MODEL_ERRORS, PROBE, WrongLogitsError, check_chains, takes_masks, tolerance
 from selfspec.runtime.hf_paths import GenericPath, GenericPaths
-from selfspec.runtime.module_hooks import capture_hidden, first_of, in_this_thread, replacing
+from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, in_this_thread, replacing, stepping
 from selfspec.runtime.paged import BlockTables
+from selfspec.runtime.state_cache import StateCache
+from selfspec.runtime.state_passes import run_rows
 from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL
 from selfspec.types.skip import SkipSet
 
 _GROWTH = 256
-_PROBE = (1, 2, 3, 2, 1, 4)  # tokens that every vocabulary has
-_CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3}  # tolerance relative to the largest logit; half precision: 0.1
+_HIDDEN_WINDOWS = ("window_size", "attention_window_size", "sliding_window_size", "keep_window_size")
 
 
 class GenericRuntime(CachedRuntime):
     """A model that is run by its own forward.
 
     `trees`: whether the model honours custom attention masks, as tested on construction. If not, drafts have no
-    branches, and only one sequence is decoded at a time. `kernel`: as in `LeanRuntime`. Raises
-    `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with this KV cache differ from
-    its logits without a cache.
+    branches, and the sequences of a batch run one after the other. `kernel`: as in `LeanRuntime`. Raises
+    `UnsupportedModelError` for a model whose sub-layers cannot be found, or whose logits with a cache differ from its
+    logits without a cache.
+
+    Attention layers keep keys and values of any shape in the runtime's KV cache. Layers with a state, such as recurrent
+    layers, go on from the last verified token (`StateCache`).
     """
 
     supports_trained = False
@@ -61,29 +70,23 @@ class GenericRuntime(CachedRuntime):
             )
         self.layers = len(self._structure.layers)
         self._forward_params = inspect.signature(self.model.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in self._forward_params else "cache_params"
         self._output_lengths: dict[
             nn.Module, int | None
         ] = {}  # length of a sub-layer's output tuple; None: a single tensor
-        kv_heads, head_dim = self._shapes()
-        self.skeleton = read_outline(self.model, kv_heads, head_dim)
-        self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
-        self._paths = GenericPaths(quantizer_of(self.model, self._inputs, kernel), self.skeleton, self._output_lengths)
-        self._windows = windows_of(self.model.config, self.layers)
-        self._full_path = self._paths.get(FULL)
-        self._reset(2)
-        self.trees = self._checked()
-        if rows > 1 and not self.trees:
-            raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
+        self._windows = windows_of(decoder_part(self.model.config), self.layers)
+        self.trees = True  # until tested
+        self.trees = self._probed(kernel)
         self._reset(rows)
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Self:
-        """Return another runtime as `Runtime.with_new_cache` does.
-
-        Raises `UnsupportedModelError` for several `rows` if the model decodes one sequence at a time.
-        """
-        if rows > 1 and not self.trees:
-            raise UnsupportedModelError(f"{self._name} decodes one sequence at a time")
+        """Return another runtime as `Runtime.with_new_cache` does."""
         return super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether any layer has a state that cannot be cropped, such as a recurrent layer's."""
+        return self._layout.stateful
 
     @property
     def _name(self) -> str:
@@ -91,35 +94,59 @@ class GenericRuntime(CachedRuntime):
 
     # -- probing the model -------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _shapes(self) -> tuple[int, int]:
-        """Return the number and the size of the KV heads; also record the kind of each sub-layer's output.
+    def _probed(self, kernel: Kernel | None) -> bool:
+        """Read the layout of the model's cache from a pass; return whether the model's logits are right with trees.
 
-        Both are read from a probe pass. Raises `UnsupportedModelError` unless all layers cache keys and values of one
-        shape.
+        If the logits are wrong, recurrent modules run one token after the other, and so go on from their state. If they
+        are wrong with keys and values in the runtime's cache, the model's own cache layers are kept instead, as states.
+        Raises `UnsupportedModelError` if its logits with a cache are wrong in all these ways.
         """
-        device = device_of(self.model.get_input_embeddings())
-        probe_cache = DynamicCache()
-        parts = (*self._structure.attention, *self._structure.mlp)
+        reason = ""
+        for opaque, self._stepwise in ((False, False), (False, True), (True, False), (True, True)):
+            try:
+                self._layout = self._read_layout(opaque=opaque)
+            except UnknownCacheError as error:
+                reason = str(error)
+                continue
+            if self._stepwise and not self._steps:
+                continue
+            kv_heads, head_dim = self._layout.mean_shape(self.layers)
+            self.skeleton = read_outline(self.model, kv_heads, head_dim)
+            self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
+            quantizer = ModuleQuantizer(self._structure, self.model.get_output_embeddings(), self._inputs, kernel)
+            sharing = getattr(decoder_part(self.model.config), "kv_sharing_modes", None) or [None] * self.layers
+            never = [i for i, mode in enumerate(sharing) if mode == "store"]  # other layers read these keys and values
+            self._paths = GenericPaths(quantizer, self.skeleton, self._output_lengths, unskippable=never)
+            self._full_path = self._paths.get(FULL)
+            self._reset(2)
+            try:
+                return self._checked()
+            except WrongLogitsError as error:
+                reason = str(error)
+        raise UnsupportedModelError(f"{self._name} is not supported: {reason}")
+
+    @torch.inference_mode()
+    def _read_layout(self, *, opaque: bool) -> CacheLayout:
+        """Return what the model caches, as a pass shows; also record the kind of each sub-layer's output.
+
+        Raises `UnknownCacheError` as `read_layout` does, and `UnsupportedModelError` if the pass fails.
+        """
+        config, parts = decoder_part(self.model.config), (*self._structure.attention, *self._structure.mlp)
+        cache, tokens = new_cache(config), torch.tensor([PROBE], device=device_of(self.model.get_input_embeddings()))
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
-            with recording_inputs(self.model) as self._inputs:
-                self.model(torch.tensor([_PROBE], device=device), past_key_values=probe_cache, use_cache=True)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            with (
+                callers_of(cache, ("update_conv_state", "update_recurrent_state"), self._structure.layers) as mixers,
+                recording_inputs(self.model) as self._inputs,
+            ):
+                self.model(tokens, use_cache=True, **{self._cache_name: cache})
+            self._steps = stepping(mixers)
+            return read_layout(config, cache, len(PROBE), opaque=opaque)
+        except MODEL_ERRORS as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:
             for hook in hooks:
                 hook.remove()
-        tensors = [
-            t for layer in probe_cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        ]
-        shapes = {None if t is None else tuple(t.shape) for t in tensors}
-        shape = shapes.pop() if len(shapes) == 1 and len(probe_cache.layers) == self.layers else None
-        if shape is None or len(shape) != 4 or shape[2] != len(_PROBE) or len(self._output_lengths) != len(parts):
-            raise UnsupportedModelError(
-                f"{self._name} is not supported: its layers do not all cache keys and values of one shape"
-            )
-        return shape[1], shape[3]
 
     def _note(self, module: nn.Module, _args: Any, out: Any) -> None:
         self._output_lengths[module] = len(out) if isinstance(out, tuple) else None
@@ -128,34 +155,22 @@ class GenericRuntime(CachedRuntime):
     def _checked(self) -> bool:
         """Return whether the model's logits are right with tree masks and with batches.
 
-        Raises `UnsupportedModelError` if its logits with this KV cache are wrong even for a single sequence.
+        Raises `WrongLogitsError` if its logits with this cache are wrong even for a single sequence.
         """
-        tokens = torch.tensor([_PROBE], device=self.device)
-        n = tokens.shape[1]
-        theirs = self.model(tokens, use_cache=False).logits
+        theirs = self.model(torch.tensor([PROBE], device=self.device), use_cache=False).logits
+        # Recurrent kernels compute in float32 in a float64 model, too.
+        error = tolerance(theirs, torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype)
+        with self.session(len(PROBE) + 2):
+            check_chains(self, theirs, error)
+            return "position_ids" in self._forward_params and self._masked_by_hand and takes_masks(self, theirs, error)
 
-        def close(ours: Tensor | None, wanted: Tensor) -> bool:
-            error = _CLOSE.get(self.dtype, 0.1) * float(theirs.abs().max())
-            return ours is not None and float((ours - wanted).abs().max()) <= error
-
-        with self.session(n + 2):
-            ours = [self.forward(tokens[:, a:b], a, rows=slice(0, 1)).logits for a, b in ((0, 3), (3, 4), (4, n))]
-            if not close(torch.cat([t for t in ours if t is not None], 1), theirs):
-                raise UnsupportedModelError(f"{self._name} is not supported: its logits with a KV cache are wrong")
-            if "position_ids" not in self._forward_params:
-                return False
-            try:
-                # The last token but one again, next to a sibling, at slots other than positions, in two rows.
-                positions = torch.tensor([[n - 2, n - 2]] * 2, device=self.device)
-                mask = torch.ones(2, 2, n, dtype=torch.bool, device=self.device).tril(n - 2)
-                mask[:, 1, n - 2] = False
-                both = torch.tensor([[3, _PROBE[n - 2]]] * 2, device=self.device)
-                self.forward(tokens.repeat(2, 1), 0, logits=None)
-                step = self.forward(both, positions, slots=n - 2, mask=mask)
-                assert step.logits is not None
-                return close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1))
-            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-                return False
+    @property
+    def _masked_by_hand(self) -> bool:
+        """Whether masks alone say what a token sees: no state, no indexer, and no window but `sliding_window`."""
+        config = decoder_part(self.model.config)
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        hidden_windows = [name for name in _HIDDEN_WINDOWS if getattr(config, name, None) is not None]
+        return not (self._layout.stateful or self._layout.indexed or kinds or hidden_windows)
 
     # -- the cache's life --------------------------------------------------------------------------------------
 
@@ -168,17 +183,19 @@ class GenericRuntime(CachedRuntime):
     @torch.no_grad()
     def _allocate(self, slots: int) -> None:
         self.__dict__.pop("cache", None)
-        sizes = self.skeleton.sizes
-        self.cache = Cache(
-            rows=self.rows,
-            kv_heads=sizes.kv_heads,
-            group=1,
-            slots=-(-slots // _GROWTH) * _GROWTH,
-            head_dim=sizes.head_dim,
-            dtype=sizes.dtype,
-            devices=[device_of(layer) for layer in self._structure.layers],
-            track_positions=any(window is not None for window in self._windows),
-        )
+        sizes, layout = self.skeleton.sizes, self._layout
+        arguments: dict[str, Any] = {
+            "rows": self.rows,
+            "kv_heads": sizes.kv_heads,
+            "group": 1,
+            "slots": -(-slots // _GROWTH) * _GROWTH,
+            "head_dim": sizes.head_dim,
+            "dtype": sizes.dtype,
+            "devices": layout.devices,
+            "shapes": layout.shapes,
+            "track_positions": any(window is not None for window in self._windows),
+        }
+        self.cache = StateCache(layout.fresh, **arguments) if layout.stateful else Cache(**arguments)
 
     def register_trained(self, name: str, trained: Trained) -> None:
         """Raise `UnsupportedModelError`, as trained paths are not supported."""
@@ -205,17 +222,48 @@ class GenericRuntime(CachedRuntime):
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output."""
-        batch, n = tokens.shape
+        """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output.
+
+        Raises `UnsupportedModelError` for a mask if the model takes none.
+        """
         slots = positions if slots is None else slots
-        if mask is None and isinstance(slots, Tensor):
+        compiled = path if isinstance(path, GenericPath) else self._full_path
+        cache = self._static_cache
+        if isinstance(slots, Tensor) and mask is None and not self.stateful:
             mask = torch.arange(int(slots.max()) + 1, device=slots.device) <= slots.unsqueeze(-1)
+        if mask is not None and not (self.trees and not self.stateful):
+            raise UnsupportedModelError(f"{self._name} takes no attention mask per token; expected a chain of tokens")
+        if not isinstance(cache, StateCache):
+            pass_inputs = PassInputs(tokens.shape[0], tokens.shape[1], positions, slots, mask, rows)
+            return self._run(tokens, pass_inputs, compiled, logits, hidden, between)
+
+        def run(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
+            return self._run(ids, _chain(ids, slot, row), compiled, logits, hidden, between, states)
+
+        def advance(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
+            return self._run(ids, _chain(ids, slot, row), self._full_path, None, (), (), states)
+
+        own = None if compiled is self._full_path else compiled
+        return run_rows(cache, tokens, positions, slots, rows, path=own, run=run, advance=advance)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        pass_inputs: PassInputs,
+        compiled: GenericPath,
+        logits: Literal["all", "last"] | None,
+        hidden: Sequence[int],
+        between: Sequence[int],
+        states: list[Any] | None = None,
+    ) -> ForwardOutput:
+        """Run the model once; a pass of a model with layers with a state changes `states`."""
+        batch, n, positions, slots, mask, rows, *_ = pass_inputs
         cache = self._static_cache
         if cache.positions is not None:
             cache.set_positions(positions, slots, n, rows)
         kv_len = mask.shape[-1] if mask is not None else int(slots) + n
         model_kwargs: dict[str, Any] = {
-            "past_key_values": HFCacheView(ViewedPass(cache, slots, n, kv_len, rows), self.layers)
+            self._cache_name: self._layout.view(ViewedPass(cache, slots, n, kv_len, rows), states)
         }
         if mask is not None:
             model_kwargs["attention_mask"] = self._masks_of(mask, positions, n, kv_len, rows)
@@ -226,9 +274,9 @@ class GenericRuntime(CachedRuntime):
             model_kwargs["position_ids"] = position_ids.expand(batch, n)
         if logits != "all" and "logits_to_keep" in self._forward_params:
             model_kwargs["logits_to_keep"] = 1
-        compiled = path if isinstance(path, GenericPath) else self._full_path
+        steps = self._steps if self._stepwise and positions != 0 else {}
         with (
-            replacing(compiled.forwards),
+            replacing({**steps, **compiled.forwards} if steps else compiled.forwards),
             capture_hidden(self._structure, hidden, between) as (streams, halves),
         ):
             out = self.model(tokens, use_cache=True, return_dict=True, **model_kwargs).logits
@@ -241,6 +289,27 @@ class GenericRuntime(CachedRuntime):
             )
         return ForwardOutput(out, streams, halves)
 
+    def forward_drafts(
+        self,
+        placed: Sequence[PlacedDraft],
+        *,
+        path: CompiledPath | None = None,
+        hidden: Sequence[int] = (),
+        logits: bool = True,
+    ) -> list[ForwardOutput]:
+        """Run drafts of several sequences as `Runtime.forward_drafts`: in one pass, or one after the other.
+
+        A model that takes no tree masks takes no batches of padded drafts either.
+        """
+        if self.trees:
+            return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
+        alone = [
+            super(GenericRuntime, self).forward_drafts([entry], path=path, hidden=hidden, logits=logits)
+            for entry in placed
+        ]
+        return [output for outputs in alone for output in outputs]
+
+    @torch.inference_mode()
     def branch(
         self,
         index: int,
@@ -254,8 +323,11 @@ class GenericRuntime(CachedRuntime):
     ) -> Tensor:
         """Return a sub-layer's output as `Runtime.branch` does.
 
-        The pass skips all other sub-layers, and `x` replaces the input of layer `index`.
+        The pass skips all other sub-layers, and `x` replaces the input of layer `index`. Raises
+        `UnsupportedModelError` if the model has layers with a state, whose output depends on more than the cache.
         """
+        if self.stateful:
+            raise UnsupportedModelError(f"{self._name} has layers with a state, which cannot run alone")
         every = range(self.layers)
         others = SkipSet(
             tuple(i for i in every if (i, "attention") != (index, part)),
@@ -294,6 +366,11 @@ class GenericRuntime(CachedRuntime):
         if window is None:
             return additive(mask)
         near = additive(mask & self._static_cache.window_mask(window, positions, n, kv_len, rows))
-        if getattr(self.model.config, "layer_types", None) is None:
+        if getattr(decoder_part(self.model.config), "layer_types", None) is None:
             return near
         return {"full_attention": additive(mask), "sliding_attention": near}
+
+
+def _chain(tokens: Tensor, slot: int, row: int) -> PassInputs:
+    """Return the inputs of a pass over a chain of tokens `[1, n]` in one cache row."""
+    return PassInputs(1, tokens.shape[1], slot, slot, None, slice(row, row + 1))

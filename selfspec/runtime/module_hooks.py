@@ -82,6 +82,32 @@ def _unpatch(module: nn.Module) -> None:
         module.__dict__["forward"] = patch.before
 
 
+def stepping(modules: Sequence[nn.Module]) -> Forwards:
+    """Return forwards that run hidden states `[B, n, D]` one token after the other, and join the outputs.
+
+    So a recurrent module that starts from an empty state whenever it gets several tokens goes on from its own state.
+    """
+    return {module: _step_forward(module.forward) for module in modules}
+
+
+def _step_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that runs `forward` for one token after the other."""
+
+    def steps(*args: Any, **kwargs: Any) -> Any:
+        name = "hidden_states" if not args else None
+        x, others = (kwargs.pop(name), ()) if name else (args[0], args[1:])
+        outs = [
+            forward(*others, **{name: part}, **kwargs) if name else forward(part, *others, **kwargs)
+            for part in x.split(1, dim=1)
+        ]
+        if len(outs) == 1:
+            return outs[0]
+        joined = torch.cat([first_of(out) for out in outs], 1)
+        return (joined, *outs[-1][1:]) if isinstance(outs[-1], tuple) else joined
+
+    return steps
+
+
 def zero_forward(module: nn.Module, outputs: int | None) -> Callable[..., Any]:
     """Return a forward for `module` that outputs zeros, or its argument `residual` if it adds the residual (Bloom).
 
@@ -148,6 +174,8 @@ def capture_hidden(
         hooks.append(structure.layers[-1].register_forward_hook(in_this_thread(left)))
     try:
         yield streams, halves
+        for index in between:  # a layer without an attention module, which adds nothing of its own
+            halves.setdefault(index, entered[index])
     finally:
         for hook in hooks:
             hook.remove()
@@ -157,3 +185,38 @@ def first_of(out: Any) -> Tensor:
     """Return a module's output `out`, or its first entry if the output is a tuple."""
     first: Tensor = out[0] if isinstance(out, tuple) else out
     return first
+
+
+@contextmanager
+def callers_of(cache: Any, names: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Collect which of `modules`, and of the modules in them, call a method `names` of `cache` themselves."""
+    stack: list[nn.Module] = []
+    callers: list[nn.Module] = []
+
+    def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if stack and stack[-1] not in callers:
+                callers.append(stack[-1])
+            return method(*args, **kwargs)
+
+        return record
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        stack.append(module)
+
+    def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+        stack.pop()
+
+    inner = list({id(part): part for module in modules for part in module.modules()}.values())
+    hooks = [
+        hook for part in inner for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
+    ]
+    for name in names:
+        setattr(cache, name, recorded(getattr(cache, name)))
+    try:
+        yield callers
+    finally:
+        for name in names:
+            delattr(cache, name)
+        for hook in hooks:
+            hook.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
@@ -20,7 +21,9 @@ def one_round(
     Raises `SelfspecError` for a draft beyond its limit, and whatever drafters, processors and rules raise. No token has
     been cached or emitted in that case.
     """
-    drafts = [draft if checker.trees else draft.backbone() for draft in _proposed(drafter, seqs, limits)]
+    drafts = _proposed(drafter, seqs, limits)
+    if not checker.trees:
+        drafts = [draft if draft.is_chain else _first_branch(draft) for draft in drafts]
     scored = checker.score(seqs, drafts, hidden=drafter.hidden)
     verdicts = [
         seq.verification_rule()(draft, result.scores, seq.sampler, len(seq.tokens))
@@ -33,6 +36,14 @@ def one_round(
         outcomes.append(Outcome(draft, verdict.path, emitted, result.step, verdict.p))
         drafter.observe(seq, outcomes[-1])
     return outcomes
+
+
+def _first_branch(draft: Draft) -> Draft:
+    """Return the first branch of a draft, and say once that the others are left out."""
+    warnings.warn(
+        "drafts with branches are cut to their first branch: this model verifies chains of tokens only", stacklevel=3
+    )
+    return draft.backbone()
 
 
 def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import FAMILY_CONFIGS, WINDOW
 from lowering import as_rounded, random_path
+from model_types import tiny_model
 from models import SIZES, plain, run, tiny
 from selfspec.search.replay import Replay
 from selfspec.search.target_text import TargetText
@@ -21,18 +22,17 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
-    MambaConfig,
     MptConfig,
     Olmo3Config,
-    OPTConfig,
     PhiConfig,
     Qwen2MoeConfig,
 )
+from type_table import MODES, tried
 
 import selfspec
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.controllers import FixedK, StaticThreshold
-from selfspec.drafters import LayerSkipDrafter, LookaheadDrafter, LookupDrafter
+from selfspec.drafters import LayerSkipDrafter, LookaheadDrafter, LookupDrafter, SwiftDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
@@ -60,6 +60,7 @@ CONFIGS = {
     "bloom": BloomConfig(**SMALL),
     "mpt": MptConfig(**SMALL, d_model=32, n_heads=4, n_layers=4),
 }
+LONG = pytest.mark.long("seconds for each type, and `test_every_type.py` has them all")
 CHAINS = ("bloom", "mpt")  # which take no masks that say what each token sees
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SKIPS = [SkipSet((0,), (0,)), SkipSet((1, 3), (2,)), SkipSet((0, 1, 2, 3), (0, 1, 2, 3))]
@@ -147,9 +148,26 @@ def test_sequences_together_give_what_they_give_alone(name):
     ]
 
 
-def test_one_sequence_at_a_time_where_masks_are_not_taken():
-    with pytest.raises(UnsupportedModelError, match=r"Bloom.*decodes one sequence at a time"):
-        runtime_of("bloom").with_new_cache(rows=2)
+@pytest.mark.parametrize("name", CHAINS)
+def test_sequences_run_one_after_the_other_where_masks_are_not_taken(name):
+    test_sequences_together_give_what_they_give_alone(name)
+
+
+def test_a_tree_is_cut_to_a_chain_and_that_is_said():
+    with pytest.warns(UserWarning, match="cut to their first branch: this model verifies chains of tokens only"):
+        run(runtime_of("bloom"), RandomTree(61, (2, 1)), PROMPT, 4)
+
+
+def test_a_mask_is_refused_where_none_is_taken():
+    runtime = runtime_of("bloom")
+    with runtime.session(8), pytest.raises(UnsupportedModelError, match="Bloom.* takes no attention mask per token"):
+        runtime.forward(tokens_for(2), 0, mask=torch.ones(1, 2, 2, dtype=torch.bool))
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM takes no attention mask per token"):
+        SwiftDrafter(runtime, FixedK(2))
+    with pytest.raises(
+        UnsupportedModelError, match="BloomForCausalLM takes no attention mask per token, with which the"
+    ):
+        Replay(runtime.model, [TargetText((1, 2, 3), 1, 2)], depth=2, base_runtime=runtime)
 
 
 @every
@@ -292,16 +310,46 @@ def test_other_modules_than_linears_run_in_full_and_trained_parts_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("model_type", "why"),
     [
-        (OPTConfig(**SMALL, ffn_dim=48), "an attention and an MLP module were found; supported are llama, .*"),
-        (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "supported are llama"),
+        ("recurrent_gemma", "its logits with a KV cache are wrong"),
+        ("hrm_text", "no layers with an attention or MLP module"),
     ],
-    ids=["opt", "mamba"],
 )
-def test_what_has_no_such_parts_is_refused_by_name(config, why):
-    with pytest.raises(UnsupportedModelError, match=f"'{config.model_type}'.* is not supported: .*{why}"):
-        open_runtime(tiny(config, dtype=torch.float32))
+def test_what_is_not_understood_is_refused_by_name(model_type, why):
+    """One keeps its state in its modules, one has no list of layers, one goes on with single tokens alone."""
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}'.* is not supported: .*{why}"):
+        open_runtime(tiny_model(model_type))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "trees", "stateful"),
+    [
+        ("opt", True, False),  # its MLP is no module of its own
+        ("mimo_v2_flash", True, False),  # keys and values of different sizes, which differ from layer to layer
+        pytest.param("deepseek_v3", True, False, marks=LONG),  # latent attention
+        ("gemma4_text", True, False),  # layers that share the keys and values of others
+        ("deepseek_v32", False, False),  # an indexer with keys of its own
+        ("qwen3_5_text", False, True),  # linear attention
+        pytest.param(
+            "jamba", False, True, marks=LONG
+        ),  # a recurrent module that does not go on from a state with several tokens
+        pytest.param("nemotron_h", False, True, marks=LONG),  # layers of one sub-layer
+        pytest.param("falcon_h1", False, True, marks=LONG),  # keys and values beside a state in one layer
+        pytest.param("deepseek_v4", False, True, marks=LONG),  # compressed keys and values
+    ],
+)
+def test_every_kind_of_cache_gives_the_text_of_generate(model_type, trees, stateful):
+    row = tried(model_type, raising=True)
+    assert (row.outcome, row.modes) == ("equal", MODES)
+    assert (row.drafts, "states" in row.runtime) == ("trees" if trees else "chains", stateful)
+
+
+def test_a_layer_whose_keys_others_read_is_not_skipped():
+    runtime = open_runtime(tiny_model("gemma4_text"))
+    every_layer = tuple(range(runtime.layers))
+    drafter = LayerSkipDrafter(runtime, DraftPath(SkipSet(every_layer, every_layer)), FixedK(3))
+    assert run(runtime, drafter, PROMPT, 12)[0] == plain(runtime, PROMPT, 12)
 
 
 @with_trees
