@@ -699,6 +699,14 @@ extern "C" {
 
 int64_t selfspec_vector() { return V; }
 
+// Whether long vectors multiply many rows with weights of a float32 model, and no tiles do.
+int64_t selfspec_many_by_vectors() {
+#if defined(TILES)
+    if (tiles_allowed()) return 0;
+#endif
+    return V >= 16;
+}
+
 // y [rows, out] = x [rows, in] times the weight, with its bias; `add`: on top of what y is. ld: floats to the next row.
 void selfspec_multiply(const Weight *w, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, int64_t add, int64_t threads) {
     if (threads < 2 || w->out * w->in < 1 << 14) return multiply(*w, 0, w->out, x, ldx, y, ldy, rows, add);

@@ -244,7 +244,9 @@ def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Pat
 
 def _typed(lib: Any) -> Any:
     pointer, number = c_void_p, c_int64
-    lib.selfspec_vector.argtypes, lib.selfspec_vector.restype = [], number
+    for name in ("selfspec_vector", "selfspec_many_by_vectors"):
+        function = getattr(lib, name)
+        function.argtypes, function.restype = [], number
     lib.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
     lib.selfspec_multiply.restype = None
     lib.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]

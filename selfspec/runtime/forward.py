@@ -15,6 +15,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block
 from selfspec.models.low_precision import Kernel
+from selfspec.models.native_library import library
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import PassInputs
@@ -87,6 +88,9 @@ class LeanRuntime(CachedRuntime):
         self._keys_transposed = self._direct or self._full.native is not None
         self._reset(rows, None if blocks is None else BlockTables(blocks))
         self.native = self.native and self._native is not None
+        # Where long vectors multiply prompts' rows too, an eager pass only adds time between products.
+        exact = self.native and self.dtype == torch.float32
+        self._native_prefill = exact and bool(library().selfspec_many_by_vectors())
 
     def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         self._has_hooks = False  # whether any module has a hook, which a graph replay would not run
@@ -187,7 +191,8 @@ class LeanRuntime(CachedRuntime):
         native = self._native if batch == 1 and compiled.native is not None and not between else None
         if self._min_window is not None and self._hides(positions, slots, n, rows):
             native = None
-        if native is not None and ((n <= ROWS and logits is not None) or self.pool is not None):
+        prefill = self._native_prefill and compiled is self._full and mask is None and isinstance(slots, int)
+        if native is not None and ((n <= ROWS and logits is not None) or prefill or self.pool is not None):
             additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
             return native.forward(compiled, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
         pass_inputs = PassInputs(batch, n, positions, slots, mask, rows)

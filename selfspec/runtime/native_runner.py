@@ -17,7 +17,7 @@ from selfspec.runtime.paged import PagedCache
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.tree_batch import PlacedDraft
 
-CHUNK = 128  # most tokens of one native call: keeps the workspace small, while each weight read serves many tokens
+CHUNK = 256  # most tokens of one native call: keeps the workspace small, while each weight read serves many tokens
 
 
 class NativeRunner:

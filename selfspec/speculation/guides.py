@@ -22,8 +22,12 @@ def guide_draft(seq: SequenceState, limit: Limit) -> Draft:
 
 
 def propose_guided(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-    """Return a draft for each sequence: what its guide forces, or if that is little, what the drafter proposes."""
-    drafts = [guide_draft(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+    """Return a draft for each sequence: what its guide forces, or if that is little, what the drafter proposes.
+
+    A drafter that never drafts keeps guides from drafting, too: decoding is plain.
+    """
+    guided = drafter.drafts
+    drafts = [guide_draft(seq, limit) if guided else NO_DRAFT for seq, limit in zip(seqs, limits, strict=True)]
     asked = [i for i, draft in enumerate(drafts) if len(draft) < LEAST]
     if asked:
         proposed = drafter.propose([seqs[i] for i in asked], [limits[i] for i in asked])

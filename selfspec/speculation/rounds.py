@@ -50,7 +50,7 @@ def _proposed(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequence[
     """Return a draft for each sequence, from one call of the drafter for all that may draft, and from guides."""
     drafting = [i for i, limit in enumerate(limits) if limit.depth > 0]
     drafts = [NO_DRAFT] * len(seqs)
-    if drafting and drafter.drafts:
+    if drafting:
         proposals = propose_guided(drafter, [seqs[i] for i in drafting], [limits[i] for i in drafting])
         for i, draft in zip(drafting, proposals, strict=True):
             if len(draft) > limits[i].nodes or draft.depth > limits[i].depth:

@@ -343,7 +343,10 @@ def test_the_cache_may_grow_between_passes(name):
 
 @each_dtype
 def test_which_passes_are_native(name, monkeypatch):
-    """Those of one row and up to so many tokens, of which logits are asked, and no streams inside layers."""
+    """Those of one row and up to so many tokens, of which logits are asked, and no streams inside layers.
+
+    Where long vectors multiply many rows, those of a prompt in full precision, too.
+    """
     runtime, by_rows = both(name)
     tokens = tokens_for(0, ROWS + 1)
     with runtime.session(N), counted(monkeypatch) as seen:
@@ -351,12 +354,18 @@ def test_which_passes_are_native(name, monkeypatch):
         last = runtime.forward(tokens[:, :ROWS], 0, logits="last").logits
         assert torch.equal(last, everything[:, -1:])
         assert seen == [ROWS, ROWS]
-        runtime.forward(tokens, 0)
-        runtime.forward(tokens[:, :3], 0, logits=None)
-        runtime.forward(tokens[:, :3], 0, between=(1,))
-        assert seen == [ROWS, ROWS]
-        runtime.forward(tokens[:, :1], 3)
-        assert seen == [ROWS, ROWS, 1]
+        skipping = runtime.compile(DraftPath.skipping((1,)))
+        for prefill, more in ((False, []), (True, [ROWS + 1, 3])):
+            seen.clear()
+            monkeypatch.setattr(runtime, "_native_prefill", prefill)
+            runtime.forward(tokens, 0)
+            runtime.forward(tokens[:, :3], 0, logits=None)
+            assert seen == more
+            runtime.forward(tokens, 0, path=skipping)
+            runtime.forward(tokens[:, :3], 0, between=(1,))
+            assert seen == more
+            runtime.forward(tokens[:, :1], 3)
+            assert seen == [*more, 1]
     with by_rows.session(N), counted(monkeypatch) as seen:
         by_rows.forward(tokens[:, :3], 0)
         assert seen == []
