@@ -143,7 +143,7 @@ class Cache(CacheRows):
     def written(self, rows: slice, slots: int | Tensor) -> None:
         """Note that keys and values of these rows are about to be written, from the first of `slots` on."""
         if self._copies is not None:
-            valid, first = self._copies.valid, slots if isinstance(slots, int) else int(slots.min())
+            valid, first = self._copies.valid, max(slots if isinstance(slots, int) else int(slots.min()), 0)
             for row in range(*rows.indices(self.rows)):
                 valid[row] = min(valid[row], first)
 

@@ -164,7 +164,6 @@ class NativeBatch:
         for segment, (row, _, start, draft) in zip(segments, placed, strict=True):
             segment.blocks, end = self._cache.blocks_of(row)
             segment.n, segment.kv_len = 1 + len(draft), start + 1 + len(draft)
-            self._round(segment, row, start, int8_cache)
             places = range(start, segment.kv_len)
             slots.extend(places)
             if draft.is_chain:
@@ -178,6 +177,7 @@ class NativeBatch:
                 segment.first, segment.mask = start + 1, masks[-1].data_ptr()
             if start < 0 or segment.kv_len > end or deepest >= last:
                 raise _beyond(start if start < 0 else segment.kv_len - 1, min(end, last))
+            self._round(segment, row, start, int8_cache)
             place.kv_len = max(place.kv_len, segment.kv_len)
         self._resources = (positions, slots, masks, segments)
         place.n, place.segments, place.segment = len(slots), len(placed), ctypes.addressof(segments)

@@ -16,6 +16,7 @@ from natives import LAYERS, MODELS, model_of, random_tree, tokens_for
 
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.drafts import NO_DRAFT
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
 
@@ -102,6 +103,25 @@ def test_drafts_never_read_a_copy_of_what_was_overwritten(seed, name):
                         mine[row, :, : length[row]] = theirs[row, :, : length[row]]
             step = tokens_for(seed + 3, 4)
             assert torch.equal(drafted(used, step, length[row], row), drafted(fresh, step, length[row], row))
+
+
+def test_a_pass_that_is_refused_spoils_no_copies():
+    runtime = runtime_of("llama").with_new_cache(rows=2)
+    tokens, rows = tokens_for(0, 40), slice(0, 1)
+    with runtime.session(60):
+        runtime.forward(tokens[:, :32], 0, logits=None, rows=rows)
+        expected = drafted(runtime, tokens[:, 32:34], 32, 0)
+        for start in (-1, 500):
+            for refused in (
+                lambda start=start: drafted(runtime, tokens[:, 32:34], start, 0),
+                lambda start=start: runtime.forward_drafts(
+                    [PlacedDraft(1, 0, 3, NO_DRAFT), PlacedDraft(0, 0, start, NO_DRAFT)], path=runtime.compile(LOW)
+                ),
+            ):
+                with pytest.raises(RuntimeError, match="position or slot"):
+                    refused()
+                assert runtime.cache.copies.valid[0] >= 0
+                assert torch.equal(drafted(runtime, tokens[:, 32:34], 32, 0), expected)
 
 
 @pytest.mark.parametrize("path", [FULL, LOW], ids=["full", "int8"])
