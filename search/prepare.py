@@ -263,7 +263,8 @@ def _gains(search: Search, objective: ReplayObjective, deadline: Deadline) -> Ga
 def prepare_wallclock(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
     """Return the wall-clock objective and the strategies' problem.
 
-    With `warm`, sub-layers are ranked by the cosine of their input and output hidden states, to find warm starts.
+    With `warm`, sub-layers are ranked by the cosine of their input and output hidden states, to find warm starts;
+    not for a model that takes no attention mask per token.
     """
     space = search.space
     starts: tuple[DraftPath, ...] = ()
@@ -273,7 +274,7 @@ def prepare_wallclock(search: Search, controller: ControllerSpec | None, warm: b
         for ids in prompts
         if len(ids) > 1
     ]
-    if warm and texts:
+    if warm and texts and search.llm.runtime.trees:
         search.watch.stage("ranking sub-layers", None)
         with Replay(search.llm.model, texts, depth=1) as replay:
             starts = (*likely(space, by_cosines(space, replay.streams(STREAM_POSITIONS))), every_second(space))

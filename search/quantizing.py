@@ -66,6 +66,7 @@ def quantize(
     """
     begun = time.perf_counter()
     used = _profile(llm, profile)
+    _ = llm.runtime.skeleton.parts  # refuses a model whose modules are unknown before any text is decoded
     folder = layers_folder(out)
     texts = _texts(llm, folder / "texts.json", options, prompts, chat, watch)
     method = choose_method(options.method)

@@ -39,6 +39,15 @@ CANDIDATES = 4  # largest number of candidate tokens for each position, the draf
 OWN_PLACES = 32  # tokens of each text whose hidden states are read if drafts have a separate KV cache
 
 
+def check_replayable(runtime: Runtime) -> None:
+    """Raise `UnsupportedModelError` if the model takes no attention mask per token, which replays need."""
+    if not runtime.trees:
+        raise UnsupportedModelError(
+            f"{type(runtime.model).__name__} takes no attention mask per token, with which the search replays "
+            "many drafts in one pass; expected another model, or objective wallclock"
+        )
+
+
 class Replay:
     """Texts of one model, ready to be replayed along any path; a context manager that holds their KV cache.
 
@@ -85,11 +94,7 @@ class Replay:
         self.confidence = PROBABILITY
         self._noise = noise or self._uniforms
         own_runtime = base_runtime or open_runtime(model)
-        if not own_runtime.trees:
-            raise UnsupportedModelError(
-                f"{type(own_runtime.model).__name__} takes no attention mask per token, with which the search replays "
-                "many drafts in one pass; expected another model"
-            )
+        check_replayable(own_runtime)
         self._runtime = own_runtime.with_new_cache(rows=len(self.texts))
         self.ends = self._runtime.skeleton.ends
         self._longest = max(len(text.tokens) for text in self.texts)

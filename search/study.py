@@ -35,7 +35,7 @@ from .ledger import Ledger
 from .objective import Objective, Score
 from .options import SearchOptions
 from .prepare import Search, prepare_replay, prepare_wallclock
-from .replay import Replay
+from .replay import Replay, check_replayable
 from .rescoring import FEWEST, PROMPTS, Rescore, best_rescored
 from .search_record import initial_profile, profile_without_trials, with_shortfall_note
 from .space import Space
@@ -111,6 +111,8 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
     """
     budget = options.budget or Budget(None if options.minutes is None else 60 * options.minutes)
     budget.loaded = budget.spent
+    if options.objective == "replay":
+        check_replayable(llm.runtime)
     space = _space(llm, options)
     options.decoding.check()
     check_int4(llm, options.int4)

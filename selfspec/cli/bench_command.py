@@ -25,8 +25,15 @@ from selfspec.cli.common import (
     stderr,
     stdout,
 )
-from selfspec.cli.options import BenchCommand
-from selfspec.measure.bench_methods import any_drafts, check_methods, draft_model, is_profile
+from selfspec.cli.options import BENCHED, BenchCommand
+from selfspec.measure.bench_methods import (
+    any_drafts,
+    check_methods,
+    check_supported,
+    draft_model,
+    is_profile,
+    supported,
+)
 from selfspec.models.loading import check_at_hand, read_identity
 from selfspec.profile.schema import Profile
 from selfspec.types.bits import BitsRead
@@ -88,6 +95,10 @@ def run(options: BenchCommand) -> int:
         quantized_drafts=lambda identity: drafting_of(identity).profile.path.low_precision,
     )
     drafting = drafting_of(subjects.identity)
+    if options.methods == BENCHED:
+        methods = tuple(supported(methods, subjects.plain, drafting.profile))
+    for method in methods:
+        check_supported(method, subjects.plain, drafting.profile)
     tokens = options.max_new_tokens or TOKENS[wide]
     encoded = options.data.encode_prompts(
         subjects.plain, raw_prompts, limit=limit, max_new_tokens=tokens, last=raw_prompts is None

@@ -14,7 +14,7 @@ from selfspec.cli.bench_by_task import texts_line
 from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark
 from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, size, stdout
 from selfspec.cli.options import CompareCommand
-from selfspec.measure.bench_methods import check_methods, is_profile
+from selfspec.measure.bench_methods import check_methods, check_supported, is_profile, supported
 from selfspec.models.loading import read_identity
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
@@ -64,7 +64,9 @@ def run(options: CompareCommand) -> int:
     profile, source = _profile(
         subjects.identity, named_profile, options.profile
     )  # now chosen by the weights' fingerprint
-    methods = named_methods or applicable(profile, options.draft_model)
+    methods = named_methods or supported(applicable(profile, options.draft_model), subjects.plain, profile)
+    for method in methods:
+        check_supported(method, subjects.plain, profile)
     if not profile.drafts:
         _check_without_profile(methods)
     task, metadata = _task(options, subjects, profile, methods)

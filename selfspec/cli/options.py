@@ -18,6 +18,7 @@ from selfspec.search.options import SearchOptions
 from selfspec.training.options import TrainOptions
 from selfspec.types.methods import OWN
 
+BENCHED = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"  # the methods that `bench` runs if none are named
 _DRAFTING = "Drafting"
 _GUIDED = "Guided generation (needs llguidance)"
 _SAMPLING = "Sampling"
@@ -246,7 +247,7 @@ class BenchCommand:
             show_default=False,
             help=f"Methods: {', '.join(METHODS)}.",
         ),
-    ] = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"
+    ] = BENCHED
     data: PromptOptions
     limit: Annotated[
         int | None,

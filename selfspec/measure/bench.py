@@ -289,7 +289,7 @@ class Benchmark:
             "theory": theory(rounds, costs) * plain / costs.plain,
             "costs_of_its_rounds": expected(rounds, costs) * plain / costs.plain,
         }
-        if self.oracle is not None:
+        if self.oracle is not None and s.skip.runtime.trees:  # it replays drafts, many in one pass
             self.watch.stage("bounding")
             speedup, tokens = self.oracle(s.skip, t, costs, options.temperature or 0.0)
             result["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}

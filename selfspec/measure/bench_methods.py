@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.types.methods import EARLY_EXIT, FREE, NAMED, draft_model_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ LOOKUP_TOKENS = 10  # tokens that prompt lookup drafts, the value in transformer
 EXIT = "assistant_early_exit"  # in `BenchMethod.settings`, a value of n means: exit after 1/n of the layers
 THEIR_DRAFT_MODEL = "hf-model:"
 
+_log = logging.getLogger("selfspec")
 Weights = Literal["plain", "skip", "hf"]
 Keep = Callable[[Sequence[int]], None]
 
@@ -174,3 +176,28 @@ def weights_of(methods: Sequence[str]) -> set[Weights]:
 def any_drafts(methods: Sequence[str]) -> bool:
     """Return whether any method runs on the copy of the model whose weight layout is chosen for drafting."""
     return "skip" in weights_of(methods)
+
+
+def check_supported(name: str, llm: LLM, profile: Profile) -> None:
+    """Raise `UnsupportedModelError` if a method cannot run on a model, such as one with recurrent states."""
+    method = find_method(name)
+    if (method.settings or method.assistant) and getattr(llm.model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            "assisted generation of transformers takes no model with recurrent states, such as "
+            f"{type(llm.model).__name__}; expected method 'hf', or methods of selfspec"
+        )
+    if name in FREE:
+        method.drafter(llm, profile)
+
+
+def supported(names: Sequence[str], llm: LLM, profile: Profile) -> list[str]:
+    """Return the methods among `names` that can run on a model; log which cannot, and why."""
+    left: list[str] = []
+    for name in names:
+        try:
+            check_supported(name, llm, profile)
+        except UnsupportedModelError as error:
+            _log.warning("method '%s' is left out: %s", name, error)
+        else:
+            left.append(name)
+    return left

@@ -197,7 +197,8 @@ def read_identity(config: Any) -> Identity:
     return Identity(
         name=getattr(config, "_name_or_path", None) or None,
         model_type=config.model_type,
-        layers=config.num_hidden_layers,
+        # LongCat-Flash counts the attentions in `num_hidden_layers`, two in each of its `num_layers` layers.
+        layers=getattr(config, "num_layers", None) or config.num_hidden_layers,
         hidden=_number(config, "hidden_size"),
         heads=_number(config, "num_attention_heads"),
         kv_heads=_number(config, "num_key_value_heads", "num_attention_heads"),

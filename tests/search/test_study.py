@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import selfspec.search
-from selfspec.search import Prompts, callbacks, finalists, find_profile, objective, prepare, study
+from model_types import tiny_model
+from selfspec.search import Prompts, callbacks, finalists, find_profile, objective, prepare, quantizing, study
 from selfspec.search.calibration import choose, record
 from selfspec.search.forecast import FINALISTS, Pace
 from studies import measured_as
 
-from selfspec.basics.errors import SelfspecError
+import selfspec
+from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.profile.draft_spec import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.types.controller import ControllerSpec
@@ -224,6 +226,24 @@ def test_the_papers_objective(llm, scored, strategy):
         8,
         4,
     ]  # shares of 12, then every second layer but the last
+
+
+def test_a_model_without_tree_masks_is_refused_before_anything_is_decoded(llm, scored, monkeypatch):
+    monkeypatch.setattr(llm.runtime, "trees", False)
+    watch = Watched()
+    with pytest.raises(UnsupportedModelError, match="takes no attention mask per token.*or objective wallclock"):
+        search(llm, trials=2, watch=watch)
+    assert not watch.stages
+    search(llm, trials=2, watch=watch, objective="wallclock")
+    assert "ranking sub-layers" not in [stage for stage, _ in watch.stages]
+    assert watch.trials
+
+
+def test_quantising_refuses_a_model_of_unknown_modules_before_anything_is_decoded(llm, tmp_path):
+    other, watch = selfspec.wrap(tiny_model("bloom").float(), llm.tokenizer, profile="none"), Watched()
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM .* without access to its modules"):
+        quantizing.quantize(other, tmp_path / "w.safetensors", quantizing.QuantizeOptions(), watch)
+    assert not watch.stages
 
 
 def test_when_nothing_beats_plain_decoding_the_profile_says_so(llm, clockless, monkeypatch):

@@ -6,10 +6,18 @@ import pytest
 import torch
 from layouts import CHOOSABLE, HAS_ONEDNN, fastest, seconds_by_rows
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.measure import bench, cost_fitting
 from selfspec.measure.bench import BenchCallbacks, Benchmark, BenchTask
-from selfspec.measure.bench_methods import METHODS, check_methods, draft_model, find_method, weights_of
+from selfspec.measure.bench_methods import (
+    METHODS,
+    check_methods,
+    check_supported,
+    draft_model,
+    find_method,
+    supported,
+    weights_of,
+)
 from selfspec.measure.extra_memory import extra_drafter_bytes
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.measure.summary import expected, summary, theory
@@ -100,6 +108,20 @@ def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
     }
     assert weights_of(["plain", "hf-prompt-lookup", "hf"]) == {"plain", "hf"}
     assert weights_of(["model:small"]) == {"plain"}
+
+
+@pytest.mark.parametrize(("states", "trees"), [(True, False), (False, False), (False, True)])
+def test_methods_that_a_model_cannot_run_are_left_out(llm, monkeypatch, caplog, states, trees):
+    monkeypatch.setattr(llm.model, "_is_stateful", states, raising=False)
+    monkeypatch.setattr(llm.runtime, "trees", trees)
+    profile, names = Profile(model=llm.identity), ["plain", "lookup", "swift", "hf", "hf-prompt-lookup", "hf-model:x"]
+    left_out = [*["swift"] * (not trees), *["hf-prompt-lookup", "hf-model:x"] * states]
+    assert supported(names, llm, profile) == [name for name in names if name not in left_out]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split("'")[1] for message in messages if "is left out: " in message] == left_out
+    for name in left_out:
+        with pytest.raises(UnsupportedModelError, match=f"{type(llm.model).__name__}.*; expected"):
+            check_supported(name, llm, profile)
 
 
 def test_draft_models_and_profiles_are_methods_too(tmp_path):

@@ -381,3 +381,8 @@ def test_it_is_served_from_python(llm):
     out = wrapped.generate(PROMPT, max_new_tokens=8, drafter=drafter)
     assert out.tokens == text
     assert out.stats.drafted > 0
+
+
+def test_a_model_whose_configuration_counts_attentions_has_as_many_layers_as_it_runs():
+    runtime = open_runtime(tiny_model("longcat_flash"))
+    assert runtime.skeleton.identity.layers == runtime.layers == 2
