@@ -16,6 +16,7 @@ from selfspec.cli.options import (
     ConvertCommand,
     ExportCommand,
     IndexCommand,
+    Json,
     SearchCommand,
     TrainCommand,
 )
@@ -135,6 +136,19 @@ def compare(command: CompareCommand) -> int:
     from selfspec.cli.compare import run
 
     return run(command)
+
+
+@app.command()
+def env(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model to say the memory of: as for generate; not loaded.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show versions, processor, kernels, caches and devices: what a bug report needs."""
+    from selfspec.cli.env import run
+
+    run(model, as_json=json)
 
 
 @app.command()

@@ -113,6 +113,8 @@ def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
         options.stop,
         options.generation_config,
         options.settings,
+        options.min_p,
+        options.repetition_penalty,
         options.regex,
         None if options.json_schema is None else options.json_schema.read_text(encoding="utf-8"),
         str(llm.runtime.dtype),

@@ -38,7 +38,7 @@ def show(file: Profile) -> None:
 @profile_app.command()
 def validate(
     file: Profile,
-    model: Annotated[str | None, typer.Option(help="Model that the profile must fit.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model that the profile must fit.")] = None,
 ) -> None:
     """Check a profile; an error is one line, with exit code 2."""
     from selfspec.cli.profile_commands import validate

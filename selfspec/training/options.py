@@ -32,7 +32,9 @@ class TrainOptions:
     """
 
     minutes: Annotated[float, Option(help="Time limit of everything; with --texts, of fitting only.")] = 20.0
-    max_new_tokens: Annotated[int, Option(min=16, metavar="N", help="New tokens of each training text.")] = 128
+    max_new_tokens: Annotated[
+        int, Option(flags=("--max-new-tokens", "-n"), min=16, metavar="N", help="New tokens of each training text.")
+    ] = 128
     vocabulary: Annotated[int, Option(min=16, metavar="N", help="Draft vocabulary size of a head.")] = 8192
     rank: Annotated[
         int | None, Option(min=1, metavar="N", help="Rank of bridges and adapters; bridges have full rank by default.")

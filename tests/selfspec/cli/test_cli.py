@@ -23,6 +23,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.llm.options import Options
 from selfspec.measure import side_by_side
+from selfspec.measure.bench import Benchmark
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
 from selfspec.profile.schema import Profile
@@ -232,6 +233,26 @@ class TestGenerate:
         assert tokens == llm.run(PROMPT, Options(max_new_tokens=9, settings=settings)).tokens
         assert not {12, 13} & {*tokens}
 
+    def test_short_forms(self, cli, llm):
+        code, out, _ = cli("generate", "-m", "builtin", "-p", PROMPT, "-n", 6, "-t", 1, "--profile", "none")
+        assert code == 0
+        assert out == llm.generate(PROMPT, max_new_tokens=6).text + "\n"
+        code, _, err = cli("generate", PROMPT, "-p", PROMPT)
+        assert code == 2
+        assert "--prompt: given with a prompt as the argument; expected only one of the two" in err
+
+    def test_options_of_settings(self, cli, llm):
+        args = ("generate", PROMPT, "--profile", "none", "-n", 9, "--json")
+        tokens = json.loads(cli(*args, "--repetition-penalty", 9)[1])["tokens"]
+        assert tokens == llm.run(PROMPT, Options(max_new_tokens=9, settings={"repetition_penalty": 9.0})).tokens
+        assert tokens != llm.generate(PROMPT, max_new_tokens=9).tokens
+        sampled = json.loads(cli(*args, "--temperature", 5, "--seed", 1, "--min-p", 1)[1])["tokens"]
+        assert sampled == llm.generate(PROMPT, max_new_tokens=9).tokens, "only the most probable token is left"
+        assert "--min-p: no effect on greedy decoding" in cli(*args, "--min-p", 0.1)[2]
+        code, _, err = cli(*args, "--min-p", 0.1, "--set", "min_p=0.2")
+        assert code == 2
+        assert "--set min_p and --min-p: expected only one of the two" in err
+
     @needs("llguidance", "llguidance")
     def test_guided(self, cli, tmp_path, profile_file):
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20)
@@ -399,6 +420,29 @@ class TestBench:
             assert at["plain_of_roofline"] > 0
             assert at["skip"]["oracle"]["speedup"] > 0
         assert re.search(r"temperature 0: 10 runs will take about \d+ (s|min), for each of 2 temperatures", err)
+
+    def test_a_seed_repeats_the_texts(self, cli, monkeypatch):
+        seen, run = [], Benchmark._run
+        monkeypatch.setattr(Benchmark, "_run", lambda *args: seen.append(run(*args)) or seen[-1])
+        args = (
+            "bench",
+            "--limit",
+            2,
+            "-n",
+            6,
+            "--rounds",
+            2,
+            "--temperature",
+            1,
+            "--methods",
+            "plain,skip,hf",
+            "--json",
+        )
+        assert json.loads(cli(*args, "--seed", 5)[1])["seed"] == 5
+        assert cli(*args, "--seed", 5)[0] == cli(*args, "--seed", 6)[0] == 0
+        first, again, other = (ran.texts for ran in seen)
+        assert {len(texts) for by_prompt in first.values() for texts in by_prompt} == {1}
+        assert first == again != other
 
     def test_a_table(self, cli):
         code, out, _ = cli(*self.ARGS, "--methods", "plain,skip", "--temperature", "0", "--widen", 2)
@@ -876,7 +920,7 @@ WRONG = {
     "field": (["generate", "x", "--set", "minp=1"], "GenerationConfig has no field 'minp'; did you mean min_p?"),
     "field without value": (
         ["generate", "x", "--set", "min_p"],
-        "--set min_p: expected NAME=VALUE, such as min_p=0.05",
+        "--set min_p: expected NAME=VALUE, such as typical_p=0.9",
     ),
     "field beyond YAML": (["generate", "x", "--set", r'min_p="\U80000000"'], "--set min_p="),
     "field's value": (["generate", "x", "--set", "do_sample=true", "--set", "min_p=x"], "generation config: "),

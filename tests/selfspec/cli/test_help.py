@@ -13,7 +13,7 @@ DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-fol
 PROMPTS = ["column", "template", "chat"]
 DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
-    "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
+    "Sampling": ["top-k", "top-p", "seed", "generation-config", "min-p", "repetition-penalty", "set"],
     "Drafting": ["rule", "method", "controller", "store", "extra-memory", "answers"],
     "Guided generation (needs llguidance)": ["regex", "json-schema"],
     "Device": [*DEVICE, "tensor-parallel"],
@@ -49,8 +49,8 @@ COMMANDS = {
     "generate": {
         "Arguments": [],
         "Options": [
-            *("model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats", "compare"),
-            *("color", "json", "help"),
+            *("prompt", "model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats"),
+            *("compare", "color", "json", "help"),
         ],
         **DECODING,
         "Many prompts": ["prompts", "column", "template", "batch-size", "memory", "out"],
@@ -65,8 +65,8 @@ COMMANDS = {
     },
     "bench": {
         "Options": [
-            *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "widen"),
-            *("out", "json", "help"),
+            *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "seed"),
+            *("widen", "out", "json", "help"),
         ],
         **DRAFTING,
     },
