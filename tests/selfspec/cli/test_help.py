@@ -21,7 +21,20 @@ DECODING = {
 COMMANDS = {
     "search": {
         "Options": [
-            *("model", "data", "out", "trials", "minutes", "prompts", "max-new-tokens", "temperature", "json", "help")
+            *(
+                "model",
+                "data",
+                "out",
+                "trials",
+                "minutes",
+                "prompts",
+                "max-new-tokens",
+                "temperature",
+                "json",
+                "quiet",
+                "verbose",
+                "help",
+            )
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
@@ -36,53 +49,83 @@ COMMANDS = {
         "Arguments": [],
         "Options": [
             *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
-            *("student", "layers", "texts", "steps", "rows", "seed", "json", "help"),
+            *("student", "layers", "texts", "steps", "rows", "seed", "json", "quiet", "verbose", "help"),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
     "convert": {
         "Arguments": [],
-        "Options": ["model", "profile", "out", "json", "help"],
+        "Options": ["model", "profile", "out", "json", "quiet", "verbose", "help"],
         "Device": DEVICE,
     },
     "generate": {
         "Arguments": [],
         "Options": [
             *("prompt", "model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats"),
-            *("compare", "color", "json", "help"),
+            *("compare", "color", "json", "quiet", "verbose", "help"),
         ],
         **DECODING,
         "Many prompts": ["prompts", "column", "template", "batch-size", "memory", "out"],
     },
     "chat": {
-        "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color", "help")],
+        "Options": [
+            *(
+                "model",
+                "profile",
+                "max-new-tokens",
+                "temperature",
+                "stop",
+                "system",
+                "color",
+                "quiet",
+                "verbose",
+                "help",
+            )
+        ],
         **DECODING,
     },
     "audit": {
-        "Options": [*("model", "profile", "prompts", "limit", "max-new-tokens", "temperature", "seed", "json", "help")],
+        "Options": [
+            *(
+                "model",
+                "profile",
+                "prompts",
+                "limit",
+                "max-new-tokens",
+                "temperature",
+                "seed",
+                "json",
+                "quiet",
+                "verbose",
+                "help",
+            )
+        ],
         **DRAFTING,
     },
     "bench": {
         "Options": [
             *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "seed"),
-            *("widen", "out", "json", "help"),
+            *("widen", "out", "json", "quiet", "verbose", "help"),
         ],
         **DRAFTING,
     },
     "compare": {
         "Options": [
             *("model", "profile", "methods", "draft-model", "prompts", "limit", "max-new-tokens", "temperature"),
-            *("rounds", "patience", "out", "json", "help"),
+            *("rounds", "patience", "out", "json", "quiet", "verbose", "help"),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
-    "index": {"Arguments": [], "Options": ["model", "out", "add", "column", "template", "json", "help"]},
+    "index": {
+        "Arguments": [],
+        "Options": ["model", "out", "add", "column", "template", "json", "quiet", "verbose", "help"],
+    },
     "report": {
         "Options": [
             *("out", "profile", "study", "storage", "bench", "model", "prompts", "limit", "max-new-tokens"),
-            *("no-sample", "help"),
+            *("no-sample", "quiet", "verbose", "help"),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
