@@ -24,7 +24,7 @@ from selfspec.cli.profile_app import profile_app
 from selfspec.cli.quantize_options import QuantizeCommand
 from selfspec.cli.report_app import report_app
 from selfspec.cli.serve_options import ServeCommand
-from selfspec.cli.verbosity import with_verbosity
+from selfspec.cli.shared_options import with_shared_options
 
 app = typer.Typer(
     name="selfspec",
@@ -50,7 +50,7 @@ def _root(
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def search(command: SearchCommand) -> int:
     """Find how each sub-layer of this model should run while drafting on this machine; save a profile."""
@@ -60,7 +60,7 @@ def search(command: SearchCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def train(command: TrainCommand) -> int:
     """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
@@ -70,7 +70,7 @@ def train(command: TrainCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def quantize(command: QuantizeCommand) -> int:
     """Quantise a model's weights to int4 for drafting, better than rounding to nearest; resumable."""
@@ -80,7 +80,7 @@ def quantize(command: QuantizeCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def convert(command: ConvertCommand) -> None:
     """Convert a published draft head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
@@ -90,7 +90,7 @@ def convert(command: ConvertCommand) -> None:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def export(command: ExportCommand) -> None:
     """Export a profile to another engine: files, command, limitations and expected acceptance."""
@@ -100,7 +100,7 @@ def export(command: ExportCommand) -> None:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def generate(command: GenerateCommand) -> int:
     """Generate text with a profile, for one prompt or many: the same output as plain decoding, sooner."""
@@ -110,7 +110,7 @@ def generate(command: GenerateCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def chat(command: ChatCommand) -> int:
     """Chat with an instruct model, with streamed answers; each turn prefills only new tokens. See /help."""
@@ -120,7 +120,7 @@ def chat(command: ChatCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def audit(command: AuditCommand) -> int:
     """Check that drafting does not change the output; counts near-ties. Exit code 1: a bug was found."""
@@ -130,7 +130,7 @@ def audit(command: AuditCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def bench(command: BenchCommand) -> int:
     """Measure methods on the same prompts, interleaved: plain decoding, layer skipping, and those of transformers."""
@@ -140,7 +140,7 @@ def bench(command: BenchCommand) -> int:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def compare(command: CompareCommand) -> int:
     """Measure all methods that apply to a model on your text, and recommend one."""
@@ -163,7 +163,7 @@ def env(
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def index(command: IndexCommand) -> None:
     """Build a retrieval store from texts or earlier answers, for drafting with --store."""
@@ -173,7 +173,7 @@ def index(command: IndexCommand) -> None:
 
 
 @app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def serve(command: ServeCommand) -> int:
     """Serve the OpenAI API (chat and completions) with continuous batching, and a page to try it."""

@@ -9,7 +9,7 @@ import typer
 
 from selfspec.cli.dataclass_options import flatten_options
 from selfspec.cli.options import ReportCommand, Storage
-from selfspec.cli.verbosity import with_verbosity
+from selfspec.cli.shared_options import with_shared_options
 
 report_app = typer.Typer()
 
@@ -42,7 +42,7 @@ def plot(
 
 
 @report_app.command()
-@with_verbosity
+@with_shared_options
 @flatten_options
 def report(command: ReportCommand) -> None:
     """Write a self-contained HTML report on a profile, its search and a benchmark, with coloured texts."""

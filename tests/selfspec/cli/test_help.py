@@ -11,6 +11,7 @@ from selfspec.cli import main
 
 DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-folder"]
 PROMPTS = ["column", "template", "chat"]
+LAST = ["revision", "quiet", "verbose", "help"]
 DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "min-p", "repetition-penalty", "set"],
@@ -21,20 +22,8 @@ DECODING = {
 COMMANDS = {
     "search": {
         "Options": [
-            *(
-                "model",
-                "data",
-                "out",
-                "trials",
-                "minutes",
-                "prompts",
-                "max-new-tokens",
-                "temperature",
-                "json",
-                "quiet",
-                "verbose",
-                "help",
-            )
+            *("model", "data", "out", "trials", "minutes", "prompts", "max-new-tokens", "temperature", "json"),
+            *LAST,
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
@@ -49,83 +38,56 @@ COMMANDS = {
         "Arguments": [],
         "Options": [
             *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
-            *("student", "layers", "texts", "steps", "rows", "seed", "json", "quiet", "verbose", "help"),
+            *("student", "layers", "texts", "steps", "rows", "seed", "json", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
     "convert": {
         "Arguments": [],
-        "Options": ["model", "profile", "out", "json", "quiet", "verbose", "help"],
+        "Options": ["model", "profile", "out", "json", *LAST],
         "Device": DEVICE,
     },
     "generate": {
         "Arguments": [],
         "Options": [
             *("prompt", "model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats"),
-            *("compare", "color", "json", "quiet", "verbose", "help"),
+            *("compare", "color", "json", *LAST),
         ],
         **DECODING,
         "Many prompts": ["prompts", "column", "template", "batch-size", "memory", "out"],
     },
     "chat": {
-        "Options": [
-            *(
-                "model",
-                "profile",
-                "max-new-tokens",
-                "temperature",
-                "stop",
-                "system",
-                "color",
-                "quiet",
-                "verbose",
-                "help",
-            )
-        ],
+        "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color"), *LAST],
         **DECODING,
     },
     "audit": {
-        "Options": [
-            *(
-                "model",
-                "profile",
-                "prompts",
-                "limit",
-                "max-new-tokens",
-                "temperature",
-                "seed",
-                "json",
-                "quiet",
-                "verbose",
-                "help",
-            )
-        ],
+        "Options": [*("model", "profile", "prompts", "limit", "max-new-tokens", "temperature", "seed", "json"), *LAST],
         **DRAFTING,
     },
     "bench": {
         "Options": [
             *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "seed"),
-            *("widen", "out", "json", "quiet", "verbose", "help"),
+            *("widen", "out", "json", *LAST),
         ],
         **DRAFTING,
     },
     "compare": {
         "Options": [
             *("model", "profile", "methods", "draft-model", "prompts", "limit", "max-new-tokens", "temperature"),
-            *("rounds", "patience", "out", "json", "quiet", "verbose", "help"),
+            *("rounds", "patience", "out", "json", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
     "index": {
         "Arguments": [],
-        "Options": ["model", "out", "add", "column", "template", "json", "quiet", "verbose", "help"],
+        "Options": ["model", "out", "add", "column", "template", "json", *LAST],
     },
     "report": {
         "Options": [
             *("out", "profile", "study", "storage", "bench", "model", "prompts", "limit", "max-new-tokens"),
-            *("no-sample", "quiet", "verbose", "help"),
+            *("no-sample", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
