@@ -38,7 +38,7 @@ COMMANDS = {
         "Arguments": [],
         "Options": [
             *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
-            *("student", "layers", "texts", "steps", "rows", "seed", "json", *LAST),
+            *("student", "layers", "texts", "steps", "batch-size", "seed", "json", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,

@@ -21,7 +21,7 @@ FEW = [
     "16",
     "--vocabulary",
     "256",
-    "--rows",
+    "--batch-size",
     "8",
     "--threads",
     "1",
