@@ -104,6 +104,7 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
         main()
     assert not ended.value.code
     lines = capsys.readouterr().out.splitlines()
+    assert not any("<bool>" in line for line in lines)
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines), "cut short"
     found, lengths = {}, []
@@ -117,3 +118,26 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
             lengths[-1] += 1
     assert [*found.items()] == [*COMMANDS[command].items()]
     assert max(lengths) <= 5, "no help is so long, or its column so narrow"
+
+
+def test_commands_stand_in_groups(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["selfspec", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    found = {}
+    for line in capsys.readouterr().out.splitlines():
+        assert "<bool>" not in line
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            found[title[1]] = []
+        elif named := re.match(r"│ ([a-z]+) ", line):
+            found[[*found][-1]].append(named[1])
+    assert [*found.items()] == [
+        ("Options", []),
+        ("Run", ["generate", "chat", "serve"]),
+        ("Tune", ["search", "compare", "profile"]),
+        ("Check", ["audit", "bench", "env"]),
+        ("Extend", ["train", "convert", "quantize", "index", "export"]),
+        ("Show", ["plot", "report"]),
+    ]
