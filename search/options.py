@@ -112,7 +112,9 @@ class SearchOptions:
     ] = None
     count: Annotated[
         int,
-        Option(flags=("--prompts",), min=1, metavar="N", help="Number of calibration prompts, sampled with the seed."),
+        Option(
+            flags=("--num-prompts",), min=1, metavar="N", help="Number of calibration prompts, sampled with the seed."
+        ),
     ] = 8
     max_new_tokens: Annotated[
         int, Option(flags=("--max-new-tokens", "-n"), min=1, metavar="N", help="New tokens for each prompt.")

@@ -247,7 +247,7 @@ class AuditCommand:
 
     drafting: DraftingOptions
     data: PromptOptions
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of prompts.")] = 20
+    limit: Annotated[int, typer.Option("--num-prompts", min=1, metavar="N", help="Maximum number of prompts.")] = 20
     max_new_tokens: Tokens = 64
     temperature: Annotated[
         float, typer.Option(min=0, metavar="X", help="Sampling temperature; above 0, texts are sampled with the seed.")
@@ -273,6 +273,7 @@ class BenchCommand:
     limit: Annotated[
         int | None,
         typer.Option(
+            "--num-prompts",
             min=1,
             metavar="N",
             help="Maximum number of prompts; by default all prompts of a file or folder, and 12 (6 with --widen) of a "
@@ -328,9 +329,9 @@ class CompareCommand:
         str | None, typer.Option(metavar="MODEL", help="Smaller model to compare as a draft model.")
     ] = None
     data: PromptOptions
-    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Maximum number of prompts; 24 by default.")] = (
-        None
-    )
+    limit: Annotated[
+        int | None, typer.Option("--num-prompts", min=2, metavar="N", help="Maximum number of prompts; 24 by default.")
+    ] = None
     max_new_tokens: Tokens = 64
     temperature: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas; 0 is greedy.")] = "0,0.8"
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each method on each prompt.")] = 1
@@ -366,7 +367,10 @@ class ExportCommand:
     limit: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Maximum number of prompts to check on; 0: rely on the profile's figures."
+            "--num-prompts",
+            min=0,
+            metavar="N",
+            help="Maximum number of prompts to check on; 0: rely on the profile's figures.",
         ),
     ] = 8
     max_new_tokens: Tokens = 64
@@ -424,7 +428,9 @@ class ReportCommand:
         ),
     ] = None
     data: PromptOptions
-    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Maximum number of prompts.")] = 4
+    limit: Annotated[
+        int, typer.Option("--num-prompts", min=1, max=100, metavar="N", help="Maximum number of prompts.")
+    ] = 4
     max_new_tokens: Tokens = 64
     no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode no texts, and do not load the model.")] = False
     device_options: DeviceOptions

@@ -22,7 +22,7 @@ DECODING = {
 COMMANDS = {
     "search": {
         "Options": [
-            *("model", "data", "out", "trials", "minutes", "prompts", "max-new-tokens", "temperature", "json"),
+            *("model", "prompts", "out", "trials", "minutes", "num-prompts", "max-new-tokens", "temperature", "json"),
             *LAST,
         ],
         "Prompts": PROMPTS,
@@ -37,7 +37,7 @@ COMMANDS = {
     "train": {
         "Arguments": [],
         "Options": [
-            *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
+            *("model", "profile", "prompts", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
             *("student", "layers", "texts", "steps", "batch-size", "seed", "json", *LAST),
         ],
         "Prompts": PROMPTS,
@@ -62,19 +62,32 @@ COMMANDS = {
         **DECODING,
     },
     "audit": {
-        "Options": [*("model", "profile", "prompts", "limit", "max-new-tokens", "temperature", "seed", "json"), *LAST],
+        "Options": [
+            *("model", "profile", "prompts", "num-prompts", "max-new-tokens", "temperature", "seed", "json"),
+            *LAST,
+        ],
         **DRAFTING,
     },
     "bench": {
         "Options": [
-            *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "seed"),
+            *(
+                "model",
+                "profile",
+                "methods",
+                "prompts",
+                "num-prompts",
+                "max-new-tokens",
+                "temperature",
+                "rounds",
+                "seed",
+            ),
             *("widen", "out", "json", *LAST),
         ],
         **DRAFTING,
     },
     "compare": {
         "Options": [
-            *("model", "profile", "methods", "draft-model", "prompts", "limit", "max-new-tokens", "temperature"),
+            *("model", "profile", "methods", "draft-model", "prompts", "num-prompts", "max-new-tokens", "temperature"),
             *("rounds", "patience", "out", "json", *LAST),
         ],
         "Prompts": PROMPTS,
@@ -86,7 +99,7 @@ COMMANDS = {
     },
     "report": {
         "Options": [
-            *("out", "profile", "study", "storage", "bench", "model", "prompts", "limit", "max-new-tokens"),
+            *("out", "profile", "study", "storage", "bench", "model", "prompts", "num-prompts", "max-new-tokens"),
             *("no-sample", *LAST),
         ],
         "Prompts": PROMPTS,
