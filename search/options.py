@@ -112,9 +112,13 @@ class SearchOptions:
     ] = None
     count: Annotated[
         int,
-        Option(flags=("--prompts",), min=1, metavar="N", help="Number of calibration prompts, sampled with the seed."),
+        Option(
+            flags=("--num-prompts",), min=1, metavar="N", help="Number of calibration prompts, sampled with the seed."
+        ),
     ] = 8
-    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="New tokens for each prompt.")] = 64
+    max_new_tokens: Annotated[
+        int, Option(flags=("--max-new-tokens", "-n"), min=1, metavar="N", help="New tokens for each prompt.")
+    ] = 64
     temperature: Annotated[
         float, Option(min=0, metavar="X", help="Sampling temperature that the model will be used with; 0 is greedy.")
     ] = 0.0

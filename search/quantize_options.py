@@ -21,7 +21,9 @@ class QuantizeOptions:
     method: Annotated[str, Option(metavar="METHOD", help="nearest, weighted, or gptq (auto).")] = "auto"
     group: Annotated[int, Option(metavar="N", help="Inputs that share a scale and a zero point: 64 or 32.")] = 64
     texts: Annotated[int, Option(min=1, metavar="N", help="Number of prompts that the model continues.")] = 64
-    max_new_tokens: Annotated[int, Option(min=1, metavar="N", help="New tokens of each text.")] = 192
+    max_new_tokens: Annotated[
+        int, Option(flags=("--max-new-tokens", "-n"), min=1, metavar="N", help="New tokens of each text.")
+    ] = 192
     temperature: Annotated[float, Option(min=0, metavar="X", help="Sampling temperature of the texts.")] = 0.8
     minutes: Annotated[float | None, Option(min=0, metavar="X", help="Time limit of continuing the prompts.")] = None
     seed: Annotated[int, Option(min=0, max=2**32 - 1, metavar="N", help="Random seed of prompts and texts.")] = 0

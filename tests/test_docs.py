@@ -30,12 +30,12 @@ NOT_RUN = {
     "processes": "is started as several processes",
 }
 BUDGETS = {  # added to a command's own options, so that the last word is theirs
-    "search": "--trials 2 --prompts 2 --max-new-tokens 8",
+    "search": "--trials 2 --num-prompts 2 --max-new-tokens 8",
     "generate": "--max-new-tokens 8",
-    "audit": "--limit 1 --max-new-tokens 8",
-    "bench": "--limit 1 --max-new-tokens 8 --rounds 1 --methods plain,guarded --temperature 0",
-    "compare": "--limit 2 --max-new-tokens 12 --patience 2",
-    "report": "--limit 1 --max-new-tokens 8",
+    "audit": "--num-prompts 1 --max-new-tokens 8",
+    "bench": "--num-prompts 1 --max-new-tokens 8 --rounds 1 --methods plain,guarded --temperature 0",
+    "compare": "--num-prompts 2 --max-new-tokens 12 --patience 2",
+    "report": "--num-prompts 1 --max-new-tokens 8",
     "profile pick": "--max-draft-cost 100",  # what a draft step costs is the machine's
 }
 CONSTANTS = {  # of measuring, which need not be exact here: once, of few rounds, however doubtful that is
@@ -172,7 +172,7 @@ def sections():
 
 def test_every_option_is_told():
     told = dict(sections())
-    shared = told["Which prompts"] | told["Where a model runs"]
+    shared = told["Which prompts"] | told["Where a model runs"] | told["Revision, and what is printed"]
     lacking = {
         name: options - told.get(f"selfspec {name}", told["selfspec profile"]) - shared for name, options in commands()
     }

@@ -16,24 +16,29 @@ from selfspec.cli.options import (
     ConvertCommand,
     ExportCommand,
     IndexCommand,
+    Json,
     SearchCommand,
     TrainCommand,
 )
+from selfspec.cli.plain_flags import PlainCommand, PlainGroup
 from selfspec.cli.profile_app import profile_app
 from selfspec.cli.quantize_options import QuantizeCommand
 from selfspec.cli.report_app import report_app
 from selfspec.cli.serve_options import ServeCommand
+from selfspec.cli.shared_options import with_shared_options
+
+# The groups of commands in the help, in the order in which their commands are declared.
+_RUN, _TUNE, _CHECK, _EXTEND = "Run", "Tune", "Check", "Extend"
 
 app = typer.Typer(
     name="selfspec",
+    cls=PlainGroup,
     help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(profile_app, name="profile")
-app.add_typer(report_app)
 
 
 @app.callback(invoke_without_command=True)
@@ -47,52 +52,8 @@ def _root(
         raise typer.Exit
 
 
-@app.command()
-@flatten_options
-def search(command: SearchCommand) -> int:
-    """Find how each sub-layer of this model should run while drafting on this machine; save a profile."""
-    from selfspec.cli.search import run
-
-    return run(command)
-
-
-@app.command()
-@flatten_options
-def train(command: TrainCommand) -> int:
-    """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
-    from selfspec.cli.train import run
-
-    return run(command)
-
-
-@app.command()
-@flatten_options
-def quantize(command: QuantizeCommand) -> int:
-    """Quantise a model's weights to int4 for drafting, better than rounding to nearest; resumable."""
-    from selfspec.cli.quantize import run
-
-    return run(command)
-
-
-@app.command()
-@flatten_options
-def convert(command: ConvertCommand) -> None:
-    """Convert a published draft head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
-    from selfspec.cli.convert import run
-
-    run(command)
-
-
-@app.command()
-@flatten_options
-def export(command: ExportCommand) -> None:
-    """Export a profile to another engine: files, command, limitations and expected acceptance."""
-    from selfspec.cli.export import run
-
-    run(command)
-
-
-@app.command()
+@app.command(cls=PlainCommand, rich_help_panel=_RUN)
+@with_shared_options
 @flatten_options
 def generate(command: GenerateCommand) -> int:
     """Generate text with a profile, for one prompt or many: the same output as plain decoding, sooner."""
@@ -101,7 +62,8 @@ def generate(command: GenerateCommand) -> int:
     return run(command)
 
 
-@app.command()
+@app.command(cls=PlainCommand, rich_help_panel=_RUN)
+@with_shared_options
 @flatten_options
 def chat(command: ChatCommand) -> int:
     """Chat with an instruct model, with streamed answers; each turn prefills only new tokens. See /help."""
@@ -110,25 +72,28 @@ def chat(command: ChatCommand) -> int:
     return run(command)
 
 
-@app.command()
+@app.command(cls=PlainCommand, rich_help_panel=_RUN)
+@with_shared_options
 @flatten_options
-def audit(command: AuditCommand) -> int:
-    """Check that drafting does not change the output; counts near-ties. Exit code 1: a bug was found."""
-    from selfspec.cli.audit_command import run
+def serve(command: ServeCommand) -> int:
+    """Serve the OpenAI API (chat and completions) with continuous batching, and a page to try it."""
+    from selfspec.cli.serve import run
 
     return run(command)
 
 
-@app.command()
+@app.command(cls=PlainCommand, rich_help_panel=_TUNE)
+@with_shared_options
 @flatten_options
-def bench(command: BenchCommand) -> int:
-    """Measure methods on the same prompts, interleaved: plain decoding, layer skipping, and those of transformers."""
-    from selfspec.cli.bench_command import run
+def search(command: SearchCommand) -> int:
+    """Find how each sub-layer of this model should run while drafting on this machine; save a profile."""
+    from selfspec.cli.search import run
 
     return run(command)
 
 
-@app.command()
+@app.command(cls=PlainCommand, rich_help_panel=_TUNE)
+@with_shared_options
 @flatten_options
 def compare(command: CompareCommand) -> int:
     """Measure all methods that apply to a model on your text, and recommend one."""
@@ -137,7 +102,74 @@ def compare(command: CompareCommand) -> int:
     return run(command)
 
 
-@app.command()
+app.add_typer(profile_app, name="profile", rich_help_panel=_TUNE)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_CHECK)
+@with_shared_options
+@flatten_options
+def audit(command: AuditCommand) -> int:
+    """Check that drafting does not change the output; counts near-ties. Exit code 1: a bug was found."""
+    from selfspec.cli.audit_command import run
+
+    return run(command)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_CHECK)
+@with_shared_options
+@flatten_options
+def bench(command: BenchCommand) -> int:
+    """Measure methods on the same prompts, interleaved: plain decoding, layer skipping, and those of transformers."""
+    from selfspec.cli.bench_command import run
+
+    return run(command)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_CHECK)
+def env(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model to say the memory of: as for generate; not loaded.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show versions, processor, kernels, caches and devices: what a bug report needs."""
+    from selfspec.cli.env import run
+
+    run(model, as_json=json)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@with_shared_options
+@flatten_options
+def train(command: TrainCommand) -> int:
+    """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
+    from selfspec.cli.train import run
+
+    return run(command)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@with_shared_options
+@flatten_options
+def convert(command: ConvertCommand) -> None:
+    """Convert a published draft head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
+    from selfspec.cli.convert import run
+
+    run(command)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@with_shared_options
+@flatten_options
+def quantize(command: QuantizeCommand) -> int:
+    """Quantise a model's weights to int4 for drafting, better than rounding to nearest; resumable."""
+    from selfspec.cli.quantize import run
+
+    return run(command)
+
+
+@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@with_shared_options
 @flatten_options
 def index(command: IndexCommand) -> None:
     """Build a retrieval store from texts or earlier answers, for drafting with --store."""
@@ -146,10 +178,14 @@ def index(command: IndexCommand) -> None:
     run(command)
 
 
-@app.command()
+@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@with_shared_options
 @flatten_options
-def serve(command: ServeCommand) -> int:
-    """Serve the OpenAI API (chat and completions) with continuous batching, and a page to try it."""
-    from selfspec.cli.serve import run
+def export(command: ExportCommand) -> None:
+    """Export a profile to another engine: files, command, limitations and expected acceptance."""
+    from selfspec.cli.export import run
 
-    return run(command)
+    run(command)
+
+
+app.add_typer(report_app)

@@ -104,7 +104,7 @@ def run(options: BenchCommand) -> int:
         subjects.plain, raw_prompts, limit=limit, max_new_tokens=tokens, last=raw_prompts is None
     )
     rounds = options.rounds or ROUNDS[wide]
-    task = BenchTask(methods, encoded.prompts, tokens, rounds, drafting.profile, encoded.tasks)
+    task = BenchTask(methods, encoded.prompts, tokens, rounds, drafting.profile, encoded.tasks, seed=options.seed)
     metadata = {"source": drafting.source, "prompt_source": encoded.source, "chat": encoded.chat}
     bench, interrupted = run_benchmark(subjects, task, temperatures, metadata, out=options.out, oracle=_oracle)
     if options.json:

@@ -170,7 +170,7 @@ class _ChatSession:
         )
         if self.color:
             legend(
-                stderr(),
+                stderr(always=True),
                 list(chain.from_iterable(generation.events for generation in self.generations)),
                 total,
                 self.llm.profile,
@@ -259,5 +259,5 @@ def _no_more(name: str, rest: str) -> None:
 
 
 def _say(text: str, *, style: str = "") -> None:
-    console = stderr()
+    console = stderr(always=not style)  # a dim line is a note; others are errors, or answers to commands
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)

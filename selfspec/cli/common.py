@@ -31,6 +31,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import json_line
 from selfspec.basics.machine import process_peak
 from selfspec.cli.options import DraftingOptions
+from selfspec.cli.verbosity import verbosity
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.models.loading import check_at_hand
 from selfspec.profile.draft_spec import LayerSkipSpec, Skip
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from selfspec.cli.devices import DeviceOptions
     from selfspec.llm.llm import LLM
 
+_LOG_LEVELS = {"quiet": logging.ERROR, "normal": logging.WARNING, "verbose": logging.INFO}
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
 
 
@@ -67,9 +69,9 @@ class _SignConsole(Console):
             yield Segment(text if control else as_signs(text), style, control)  # rich's own control codes stay
 
 
-def stderr() -> Console:
-    """Return a console on standard error."""
-    return _SignConsole(stderr=True, highlight=False)
+def stderr(*, always: bool = False) -> Console:
+    """Return a console on standard error, which prints nothing with `--quiet`, unless `always`."""
+    return _SignConsole(stderr=True, highlight=False, quiet=verbosity() == "quiet" and not always)
 
 
 def stdout() -> Console:
@@ -239,12 +241,19 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def quiet() -> None:
-    """Silence the libraries' log messages; print each warning as one line on standard error."""
+    """Silence the libraries' log messages; print each warning as one line on standard error.
+
+    With `--verbose`, print messages and warnings as libraries do, and selfspec's own notes; with `--quiet`, nothing.
+    """
+    logging.getLogger("selfspec").setLevel(_LOG_LEVELS[verbosity()])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages make reading weights faster
+    if verbosity() == "verbose":
+        logging.basicConfig(format="%(name)s: %(message)s")
+        return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages make reading weights faster
     console = stderr()
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:

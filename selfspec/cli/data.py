@@ -32,7 +32,9 @@ def unescape_newlines(template: str | None) -> str | None:
 class DataOptions:
     """Options that select prompts; `source` None selects the built-in prompts."""
 
-    source: Annotated[str | None, typer.Option("--data", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = None
+    source: Annotated[str | None, typer.Option("--prompts", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = (
+        None
+    )
     column: Annotated[
         str | None,
         typer.Option(help="Column of the prompts; by default 'prompt', else 'text'.", rich_help_panel=_PANEL),
@@ -65,7 +67,7 @@ class DataOptions:
         if self.source is None:
             if self.column is not None or self.template is not None:
                 raise SelfspecError(
-                    "--column and --template: given without --data or --prompts; expected a file or data set, too"
+                    "--column and --template: given without --prompts; expected a file or data set, too"
                 )
             return None
         prompts = read_prompts(
@@ -108,7 +110,7 @@ class TrainDataOptions(DataOptions):
 
     source: Annotated[
         str | None,
-        typer.Option("--data", help="Prompts to start from, as for search; by default the model generates its own."),
+        typer.Option("--prompts", help="Prompts to start from, as for search; by default the model generates its own."),
     ] = None
 
 

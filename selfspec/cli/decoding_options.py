@@ -57,7 +57,7 @@ class DecodingRequest:
             options.generation_options,
             config=None if named is None or named == OWN_CONFIG else read_generation_config(Path(named)),
             stop=tuple(options.stop or ()),
-            settings=dict(_setting(text) for text in options.settings or ()),
+            settings=_settings(options),
         )
         how.check()
         if self._guided:
@@ -124,7 +124,12 @@ class DecodingRequest:
 
     def hint(self, llm: LLM, planned: Plan, how: Options) -> None:
         """Print which options have no effect, and how to search for a profile if there is none."""
-        sampling_options = {"--seed": how.seed, "--top-k": how.top_k, "--top-p": how.top_p}
+        sampling_options = {
+            "--seed": how.seed,
+            "--top-k": how.top_k,
+            "--top-p": how.top_p,
+            "--min-p": self.options.min_p,
+        }
         idle = [name for name, value in sampling_options.items() if value is not None]
         if planned.sampler.greedy and idle:
             _say(f"{', '.join(idle)}: no effect on greedy decoding; --temperature above 0 samples")
@@ -167,6 +172,17 @@ def _check_stops(stops: Sequence[str]) -> None:
             raise SelfspecError("--stop: the text is not valid Unicode; expected UTF-8")
 
 
+def _settings(options: DecodingOptions) -> dict[str, Any]:
+    """Return the fields of the generation configuration that have no option in Python. Raises `SelfspecError`."""
+    settings = dict(_setting(text) for text in options.settings or ())
+    for name, value in (("min_p", options.min_p), ("repetition_penalty", options.repetition_penalty)):
+        if value is not None and name in settings:
+            raise SelfspecError(f"--set {name} and --{name.replace('_', '-')}: expected only one of the two")
+        if value is not None:
+            settings[name] = value
+    return settings
+
+
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     parsed: Any = None
@@ -178,7 +194,7 @@ def _setting(text: str) -> tuple[str, Any]:
         except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
             equals = ""
     if not equals or not name.strip():
-        raise SelfspecError(f"--set {text}: expected NAME=VALUE, such as min_p=0.05")
+        raise SelfspecError(f"--set {text}: expected NAME=VALUE, such as typical_p=0.9")
     return name.strip(), parsed
 
 

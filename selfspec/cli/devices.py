@@ -28,6 +28,8 @@ class DeviceOptions:
     threads: Annotated[
         int | None,
         typer.Option(
+            "--threads",
+            "-t",
             min=1,
             max=4096,
             metavar="N",

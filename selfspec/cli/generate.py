@@ -99,9 +99,9 @@ def _write(llm: LLM, stream: Stream, *, stats: bool, color: bool) -> Generation:
         write(stream, color=color)
     finally:
         if color:
-            legend(stderr(), stream.result.events, stream.result.stats, llm.profile)
+            legend(stderr(always=True), stream.result.events, stream.result.stats, llm.profile)
         if stats:
-            stderr().print(f"{stats_line(stream.result.stats)}{held_note(llm.held)}", soft_wrap=True)
+            stderr(always=True).print(f"{stats_line(stream.result.stats)}{held_note(llm.held)}", soft_wrap=True)
     return stream.result
 
 
@@ -132,7 +132,7 @@ def _compare(
     else:
         _print_comparison(result, color=color)
         if color:
-            legend(stderr(), result.draft.events, result.draft.stats, llm.profile)
+            legend(stderr(always=True), result.draft.events, result.draft.stats, llm.profile)
 
 
 def _print_comparison(result: Comparison, *, color: bool) -> None:

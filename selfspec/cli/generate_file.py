@@ -113,6 +113,8 @@ def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
         options.stop,
         options.generation_config,
         options.settings,
+        options.min_p,
+        options.repetition_penalty,
         options.regex,
         None if options.json_schema is None else options.json_schema.read_text(encoding="utf-8"),
         str(llm.runtime.dtype),
@@ -200,7 +202,8 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
             return 130
         finally:
             if command.stats:
-                console.print(_stats(batch.counters, time.perf_counter() - start), soft_wrap=True)
+                shown = stderr(always=True) if console.quiet else console
+                shown.print(_stats(batch.counters, time.perf_counter() - start), soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -219,7 +222,8 @@ def _row(job: _Job, request: Request) -> dict[str, Any]:
 
 def _fail(console: Console, out: TextIO, job: _Job, error: str) -> None:
     """Print a prompt's error and write it as the prompt's line."""
-    console.print(printable(f"prompt {job.index + 1}: {error}"), markup=False, soft_wrap=True)
+    shown = stderr(always=True) if console.quiet else console
+    shown.print(printable(f"prompt {job.index + 1}: {error}"), markup=False, soft_wrap=True)
     _write(out, {"index": job.index, "prompt": job.text, "error": error, "key": job.key})
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.cli.data import MANY, ManyPrompts
 from selfspec.cli.options import DecodingOptions, Json, System
 
@@ -14,7 +15,12 @@ from selfspec.cli.options import DecodingOptions, Json, System
 class GenerateCommand:
     """Options of `generate`."""
 
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; standard input by default.")] = None
+    argument: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Prompt; standard input by default.", show_default=False)
+    ] = None
+    option: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt, instead of the argument.")
+    ] = None
     decoding: DecodingOptions
     data: ManyPrompts
     batch_size: Annotated[
@@ -43,3 +49,10 @@ class GenerateCommand:
         bool, typer.Option("--color", help="Colour tokens by their source; with --json, add their events.")
     ] = False
     json: Json = False
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt, as the argument or the option; None for standard input. Raises `SelfspecError` for both."""
+        if self.argument is not None and self.option is not None:
+            raise SelfspecError("--prompt: given with a prompt as the argument; expected only one of the two")
+        return self.argument if self.option is None else self.option

@@ -28,7 +28,14 @@ Json = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; by default the profile's model."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; by default the profile's model.",
+    ),
+]
+NamedModel = Annotated[
+    str, typer.Option("--model", "-m", help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")
 ]
 Controller = Annotated[
     str | None,
@@ -59,7 +66,7 @@ System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="System message, placed before the first user message.")
 ]
 Storage = Annotated[str | None, typer.Option(help="File or database that holds the study.")]
-Tokens = Annotated[int, typer.Option(min=1, metavar="N", help="New tokens for each prompt.")]
+Tokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="New tokens for each prompt.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +89,7 @@ class DraftingOptions:
 class SearchCommand:
     """Options of `search`."""
 
-    model: Annotated[str, typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
-        "builtin"
-    )
+    model: NamedModel = "builtin"
     data: DataOptions
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml")
     search_options: SearchOptions
@@ -115,9 +120,7 @@ class TrainCommand:
             "model: distill; copy of the model: layerskip.",
         ),
     ]
-    model: Annotated[str, typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
-        "builtin"
-    )
+    model: NamedModel = "builtin"
     profile: Annotated[
         str,
         typer.Option(
@@ -141,7 +144,10 @@ class ConvertCommand:
         Path, typer.Argument(metavar="FOLDER", help="Folder of the draft head, with its config.json and weights.")
     ]
     model: Annotated[
-        str, typer.Option(help="Model that the draft head is for: a folder, GGUF file, hub id, or smollm2-135m.")
+        str,
+        typer.Option(
+            "--model", "-m", help="Model that the draft head is for: a folder, GGUF file, hub id, or smollm2-135m."
+        ),
     ]
     profile: Annotated[
         str,
@@ -175,12 +181,28 @@ class DecodingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="X",
+            help="Sample only tokens at least X times as probable as the most probable token.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01, metavar="X", help="Penalty on tokens that occurred; 1: none.", rich_help_panel=_SAMPLING
+        ),
+    ] = None
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other field of transformers' GenerationConfig, such as min_p=0.05; can be repeated.",
+            help="Any other field of transformers' GenerationConfig, such as typical_p=0.9; can be repeated.",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
@@ -226,7 +248,7 @@ class AuditCommand:
 
     drafting: DraftingOptions
     data: PromptOptions
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of prompts.")] = 20
+    limit: Annotated[int, typer.Option("--num-prompts", min=1, metavar="N", help="Maximum number of prompts.")] = 20
     max_new_tokens: Tokens = 64
     temperature: Annotated[
         float, typer.Option(min=0, metavar="X", help="Sampling temperature; above 0, texts are sampled with the seed.")
@@ -252,6 +274,7 @@ class BenchCommand:
     limit: Annotated[
         int | None,
         typer.Option(
+            "--num-prompts",
             min=1,
             metavar="N",
             help="Maximum number of prompts; by default all prompts of a file or folder, and 12 (6 with --widen) of a "
@@ -260,12 +283,22 @@ class BenchCommand:
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="New tokens for each prompt; by default 96, or 64 with --widen."),
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            min=1,
+            metavar="N",
+            help="New tokens for each prompt; by default 96, or 64 with --widen.",
+        ),
     ] = None
     temperature: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas; 0 is greedy.")] = "0,0.8"
     rounds: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Runs of each method on each prompt; by default 5, or 3 with --widen."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Random seed of sampling, for repeatable texts; none by default."),
     ] = None
     widen: Annotated[
         int,
@@ -297,9 +330,9 @@ class CompareCommand:
         str | None, typer.Option(metavar="MODEL", help="Smaller model to compare as a draft model.")
     ] = None
     data: PromptOptions
-    limit: Annotated[int | None, typer.Option(min=2, metavar="N", help="Maximum number of prompts; 24 by default.")] = (
-        None
-    )
+    limit: Annotated[
+        int | None, typer.Option("--num-prompts", min=2, metavar="N", help="Maximum number of prompts; 24 by default.")
+    ] = None
     max_new_tokens: Tokens = 64
     temperature: Annotated[str, typer.Option(help="Sampling temperatures, separated by commas; 0 is greedy.")] = "0,0.8"
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each method on each prompt.")] = 1
@@ -335,7 +368,10 @@ class ExportCommand:
     limit: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Maximum number of prompts to check on; 0: rely on the profile's figures."
+            "--num-prompts",
+            min=0,
+            metavar="N",
+            help="Maximum number of prompts to check on; 0: rely on the profile's figures.",
         ),
     ] = 8
     max_new_tokens: Tokens = 64
@@ -352,7 +388,12 @@ class IndexCommand:
         typer.Argument(help="Files and folders of texts; .jsonl and .parquet files are read by row.", metavar="TEXTS"),
     ]
     model: Annotated[
-        str, typer.Option(help="Model whose tokenizer is used: a folder, GGUF file, hub id, smollm2-135m, or builtin.")
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Model whose tokenizer is used: a folder, GGUF file, hub id, smollm2-135m, or builtin.",
+        ),
     ] = "builtin"
     out: Annotated[Path, typer.Option(help="File to write the retrieval store to.")] = Path("texts.store")
     add: Annotated[bool, typer.Option("--add", help="Add to the retrieval store at --out instead of replacing it.")] = (
@@ -382,10 +423,15 @@ class ReportCommand:
     storage: Storage = None
     bench: Annotated[Path | None, typer.Option(help="JSON file of measurements, written by bench --out.")] = None
     model: Annotated[
-        str | None, typer.Option(help="Model: folder, GGUF file, hub id, smollm2-135m or builtin; else the profile's.")
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Model: folder, GGUF file, hub id, smollm2-135m or builtin; else the profile's."
+        ),
     ] = None
     data: PromptOptions
-    limit: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Maximum number of prompts.")] = 4
+    limit: Annotated[
+        int, typer.Option("--num-prompts", min=1, max=100, metavar="N", help="Maximum number of prompts.")
+    ] = 4
     max_new_tokens: Tokens = 64
     no_sample: Annotated[bool, typer.Option("--no-sample", help="Decode no texts, and do not load the model.")] = False
     device_options: DeviceOptions

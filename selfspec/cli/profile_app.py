@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from selfspec.cli.options import Json
+from selfspec.cli.plain_flags import PlainCommand, PlainGroup
 
-profile_app = typer.Typer(no_args_is_help=True, help="List, show, check, compare and import profiles.")
+profile_app = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="List, show, check, compare and import profiles.")
 
 Profile = Annotated[str, typer.Argument(help="Profile: a file, or the name of a shipped one.")]
 
 
-@profile_app.command("list")
+@profile_app.command("list", cls=PlainCommand)
 def list_profiles(
     folder: Annotated[
         Path | None, typer.Argument(help="Folder to list the profiles of; by default the shipped ones.")
@@ -27,7 +28,7 @@ def list_profiles(
     list_profiles(folder, as_json=json)
 
 
-@profile_app.command()
+@profile_app.command(cls=PlainCommand)
 def show(file: Profile) -> None:
     """Show a profile: its skip map, how it was found, and what was measured."""
     from selfspec.cli.profile_commands import show
@@ -35,10 +36,10 @@ def show(file: Profile) -> None:
     show(file)
 
 
-@profile_app.command()
+@profile_app.command(cls=PlainCommand)
 def validate(
     file: Profile,
-    model: Annotated[str | None, typer.Option(help="Model that the profile must fit.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model that the profile must fit.")] = None,
 ) -> None:
     """Check a profile; an error is one line, with exit code 2."""
     from selfspec.cli.profile_commands import validate
@@ -46,7 +47,7 @@ def validate(
     validate(file, model)
 
 
-@profile_app.command()
+@profile_app.command(cls=PlainCommand)
 def diff(
     a: Profile,
     b: Profile,
@@ -59,7 +60,7 @@ def diff(
         raise typer.Exit(code)
 
 
-@profile_app.command("import")
+@profile_app.command("import", cls=PlainCommand)
 def import_profile(
     file: Annotated[Path, typer.Argument(help="File of the published skip set.")],
     model: Annotated[str, typer.Option(help="Model of the skip set: a folder, GGUF file, hub id, or builtin.")],
@@ -81,7 +82,7 @@ def import_profile(
     import_profile(file, format_name=format_name, model=model, key=key, layers=layers, out=out)
 
 
-@profile_app.command()
+@profile_app.command(cls=PlainCommand)
 def join(
     files: Annotated[list[str], typer.Argument(help="Profiles of one model: files, or names of shipped ones.")],
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
@@ -92,7 +93,7 @@ def join(
     join(files, out)
 
 
-@profile_app.command()
+@profile_app.command(cls=PlainCommand)
 def schema() -> None:
     """Print the JSON schema of profiles, for editors that check and complete YAML."""
     from selfspec.cli.profile_commands import schema
@@ -100,7 +101,7 @@ def schema() -> None:
     schema()
 
 
-@profile_app.command()
+@profile_app.command(cls=PlainCommand)
 def pick(
     study: Annotated[str, typer.Argument(help="Study: a file of trials, or its name in --storage.")],
     storage: Annotated[str | None, typer.Option(help="File or database that holds the study.")] = None,

@@ -8,7 +8,7 @@ import typer
 
 from selfspec.cli.data import DataOptions
 from selfspec.cli.devices import DeviceOptions
-from selfspec.cli.options import Json
+from selfspec.cli.options import Json, NamedModel
 from selfspec.search.quantize_options import QuantizeOptions
 
 
@@ -16,9 +16,7 @@ from selfspec.search.quantize_options import QuantizeOptions
 class QuantizeCommand:
     """Options of `quantize`."""
 
-    model: Annotated[str, typer.Option(help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")] = (
-        "builtin"
-    )
+    model: NamedModel = "builtin"
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="File to write the weights to; a profile is written beside it.")
     ] = Path("int4.safetensors")

@@ -9,11 +9,15 @@ import typer
 
 from selfspec.cli.dataclass_options import flatten_options
 from selfspec.cli.options import ReportCommand, Storage
+from selfspec.cli.plain_flags import PlainCommand
+from selfspec.cli.shared_options import with_shared_options
+
+_SHOW = "Show"  # the group of these commands in the help
 
 report_app = typer.Typer()
 
 
-@report_app.command()
+@report_app.command(cls=PlainCommand, rich_help_panel=_SHOW)
 def plot(
     source: Annotated[
         str,
@@ -40,7 +44,8 @@ def plot(
     run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))
 
 
-@report_app.command()
+@report_app.command(cls=PlainCommand, rich_help_panel=_SHOW)
+@with_shared_options
 @flatten_options
 def report(command: ReportCommand) -> None:
     """Write a self-contained HTML report on a profile, its search and a benchmark, with coloured texts."""

@@ -37,7 +37,7 @@ def run(command: ServeCommand) -> int:
     if any(find_spec(name) is None for name in _NEEDED):
         raise SelfspecError('serving needs more packages; install them with: pip install "selfspec[serve]"')
     quiet()
-    replica_devices = replicas(command)
+    replica_devices, _ = replicas(command), command.limits.rows
     if command.api_key is not None and (not command.api_key.isascii() or not command.api_key.strip()):
         raise SelfspecError("--api-key: the key is blank or not ASCII; expected at least one ASCII character")
     profile: str | Profile = (

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.cli.devices import SharedDeviceOptions
 from selfspec.cli.options import ExtraMemory, Model, Store
 
@@ -15,12 +16,17 @@ _LIMITS, _WHO = "Limits", "Address and access"
 class LimitOptions:
     """Limits of the server: batch size, memory, lengths, queue length and time limits."""
 
-    rows: Annotated[
-        int,
+    max_num_seqs: Annotated[
+        int | None,
         typer.Option(
-            min=1, max=1024, metavar="N", help="Maximum number of sequences decoded together.", rich_help_panel=_LIMITS
+            min=1,
+            max=1024,
+            metavar="N",
+            help="Maximum number of sequences decoded together, also as --batch-size; 8 by default.",
+            rich_help_panel=_LIMITS,
         ),
-    ] = 8
+    ] = None
+    batch_size: Annotated[int | None, typer.Option(min=1, max=1024, hidden=True, rich_help_panel=_LIMITS)] = None
     memory: Annotated[
         float | None,
         typer.Option(
@@ -87,6 +93,13 @@ class LimitOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = 30.0
+
+    @property
+    def rows(self) -> int:
+        """Maximum number of sequences decoded together. Raises `SelfspecError` if it is given under both names."""
+        if self.max_num_seqs is not None and self.batch_size is not None:
+            raise SelfspecError("--max-num-seqs and --batch-size: expected only one of the two")
+        return self.max_num_seqs or self.batch_size or 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,15 +139,15 @@ def _alone(tensor: Tensor) -> Tensor:
 def target_of(llm: LLM, folder: Path, out: Path) -> tuple[str, bool]:
     """Return the folder or hub id by which an engine can load the target, and whether it was written here.
 
-    If the target has no such name, as with a GGUF file, an adapter or an unnamed model, its weights are written to
-    `folder / "target"`. The returned path is then `out / "target"`, as `folder` is later moved to `out`.
+    If the target has no such name, as with a GGUF file, an adapter, a revision or an unnamed model, its weights are
+    written to `folder / "target"`. The returned path is then `out / "target"`, as `folder` is later moved to `out`.
     """
     name = llm.name
     if name == builtin.NAME:
         return str(builtin.model_folder()), False
     if kind(Path(name)) == "folder" and kind(Path(name) / "config.json") == "file":
         return name, False
-    if "/" in name and kind(Path(name)) == "missing" and not name.endswith(".gguf"):
+    if "/" in name and "@" not in name and kind(Path(name)) == "missing" and not name.endswith(".gguf"):
         return name, False
     save(folder / "target", weights_of(llm.model), llm.tokenizer, llm.model.generation_config)
     return str(out / "target"), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,8 @@ from selfspec.types.skip import SkipSet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
+
+_log = logging.getLogger("selfspec")
 
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
@@ -453,6 +456,8 @@ def load(
     )
     llm = LLM(loaded, tokenizer, name=model, profile=with_lookup_files(chosen, identity, store, answers))
     llm.layout, llm.plain_layout, llm.has_default_profile = layout, plain, default
+    draft = "none" if llm.profile is None else llm.profile.draft.summary
+    _log.info("%s: layout %s, dtype %s, drafts: %s", llm.name, layout, llm.runtime.dtype, draft)
     return llm
 
 

@@ -51,7 +51,13 @@ class Options:
     config: "GenerationConfig | None" = None
     _: KW_ONLY
     max_new_tokens: Annotated[
-        int | None, Option(min=1, metavar="N", help="Maximum number of new tokens; 128 by default, 1024 in a chat.")
+        int | None,
+        Option(
+            flags=("--max-new-tokens", "-n"),
+            min=1,
+            metavar="N",
+            help="Maximum number of new tokens; 128 by default, 1024 in a chat.",
+        ),
     ] = None
     temperature: Annotated[
         float | None, Option(min=0, metavar="X", help="Sampling temperature; 0, the default, is greedy decoding.")

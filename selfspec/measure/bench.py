@@ -42,7 +42,8 @@ class BenchTask:
 
     `profile`: the profile that the methods `skip`, `path` and `guarded` draft with. `tasks`: the task name of each
     prompt; empty for no figures by task. `patience`: the number of prompts after which a method that is slower than
-    plain decoding is dropped (None: never).
+    plain decoding is dropped (None: never). `seed`: seed of sampling, with which each run of a method on a prompt gives
+    the same text (None: random texts).
     """
 
     methods: tuple[str, ...]
@@ -52,6 +53,7 @@ class BenchTask:
     profile: Profile
     tasks: Sequence[str] = ()
     patience: int | None = None
+    seed: int | None = None
 
 
 @dataclass
@@ -118,6 +120,7 @@ class Benchmark:
             "prompts": len(t.prompts),
             "max_new_tokens": t.max_new_tokens,
             "rounds": t.rounds,
+            "seed": t.seed,
             "skipped": len(t.profile.skip_set),
             "path": t.profile.path.summary,
             "bits_per_weight": None if bits is None else {"draft": bits.draft, "plain": bits.plain},
@@ -143,7 +146,14 @@ class Benchmark:
         of `skip` by measured costs, by theory and by the oracle.
         """
         t = self.task
-        options = same_length(Options(max_new_tokens=t.max_new_tokens, temperature=temperature))
+        options = same_length(
+            Options(
+                max_new_tokens=t.max_new_tokens,
+                temperature=temperature,
+                seed=t.seed,
+                rule=None if t.seed is None or not temperature else "block",  # as without a seed
+            )
+        )
         ran = self._run(options)
         result: Json = {"temperature": temperature, "methods": {}}
         bases = [base for base in ("plain", "hf") if base in t.methods]

@@ -195,7 +195,7 @@ def transformers_generate(
     assistant: tuple[Any, Any] | None = None,
     keep: Callable[[Sequence[int]], None] | None = None,
 ) -> Method:
-    """Return `transformers`' own `generate` with the same options as a method to time; the seed is ignored.
+    """Return `transformers`' own `generate` with the same options as a method to time.
 
     `settings`: further fields of the `GenerationConfig`, such as `prompt_lookup_num_tokens`. `assistant`: an assistant
     model and its tokenizer (None: no assistant). `keep` receives the token ids of every text. Raises `SelfspecError` if
@@ -214,6 +214,8 @@ def transformers_generate(
         for name, value in settings.items():
             setattr(planned.config, name, value)
         clock = _Clock()
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
         start = time.perf_counter()
         prompt_ids = llm.encode(prompt)
         ids = torch.tensor([prompt_ids], device=llm.runtime.device)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, short
+from selfspec.models.hub_names import pinned
 from selfspec.types.limits import MOST_LAYERS
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -22,8 +23,9 @@ def check_config(name: str, source: str) -> None:
     """
     from transformers import PreTrainedConfig
 
+    place, revision = pinned(source)
     try:
-        config, _ = PreTrainedConfig.get_config_dict(source)
+        config, _ = PreTrainedConfig.get_config_dict(place, **revision)
         entries = list(_entries(config))
     except Exception:  # a broken configuration can raise anything
         return

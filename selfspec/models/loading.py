@@ -17,6 +17,7 @@ from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabula
 from selfspec.models.config_checks import check_config
 from selfspec.models.gguf import check_gguf, description, load_dequantized, own_dtype
 from selfspec.models.gguf_header import is_gguf
+from selfspec.models.hub_names import is_hub_name, pinned, stored
 from selfspec.models.pypi_models import PACKAGED, packaged_file
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 PLACINGS = ("auto", "balanced", "balanced_low_0", "sequential")
 _MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?B")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16", "file")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def check_model_name(name: str) -> None:
             raise SelfspecError(f"model {name}: the folder has no config.json; expected {want}")
     elif there != "missing":
         raise SelfspecError(f"model {name} is a file, but not a GGUF file; {want}")
-    elif not _HUB_ID.fullmatch(name):
+    elif not is_hub_name(name):
         raise SelfspecError(f"model {name}: no such folder; {want}")
 
 
@@ -177,7 +177,7 @@ def load_model(
     if Path(source).is_dir():
         logging.disable_progress_bar()  # nothing is downloaded
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
+        tokenizer = _from_pretrained(AutoTokenizer, _tokenizer_source(name))
         if file is not None:
             torch_dtype = own_dtype(file) if torch_dtype == "auto" else torch_dtype
         if keep_quantized and file is not None:
@@ -187,8 +187,8 @@ def load_model(
         elif file is not None:
             model, missing = load_dequantized(file, torch_dtype, spread)
         else:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch_dtype, output_loading_info=True, trust_remote_code=False, **spread
+            model, loaded = _from_pretrained(
+                AutoModelForCausalLM, source, dtype=torch_dtype, output_loading_info=True, **spread
             )
             missing = sorted(loaded["missing_keys"])
         if _base(name) != name:
@@ -251,7 +251,7 @@ def load_tokenizer(name: str) -> Any:
 
     try:
         check_at_hand(name)
-        return AutoTokenizer.from_pretrained(_tokenizer_source(name), trust_remote_code=False)
+        return _from_pretrained(AutoTokenizer, _tokenizer_source(name))
     except Exception as error:  # a broken checkpoint can raise anything
         raise SelfspecError(f"its tokenizer cannot be loaded: {reason(error)}") from error
 
@@ -268,7 +268,7 @@ def read_identity(name: str) -> Identity:
     from selfspec.models.skeleton import read_identity as read
 
     try:
-        config = AutoConfig.from_pretrained(_readable(name), trust_remote_code=False)
+        config = _from_pretrained(AutoConfig, _readable(name))
         if config.model_type not in (*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
             find_family(config, name)
         identity, rows = read(config), saved_vocabulary(Path(name)) if is_adapter(Path(name)) else 0
@@ -286,22 +286,9 @@ def stored_config(name: str) -> str | None:
     """
     check_model_name(name)
     try:
-        return _stored(_source(name))
+        return stored(_source(name))
     except ValueError:
         raise SelfspecError(f"model {name}: neither an existing folder nor a valid hub id") from None
-
-
-def _stored(source: str) -> str | None:
-    """Return `source` if it is a folder, else the folder of a hub id's copy in the cache, None if there is none.
-
-    Raises `HFValidationError`, a `ValueError`, for a name that is no hub id.
-    """
-    if kind(Path(source)) == "folder":
-        return source
-    from huggingface_hub import try_to_load_from_cache
-
-    file = try_to_load_from_cache(source, "config.json")
-    return str(Path(file).parent) if isinstance(file, str) else None
 
 
 def read_generation_config(path: Path) -> GenerationConfig:
@@ -315,6 +302,12 @@ def read_generation_config(path: Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(str(file.parent), config_file_name=file.name)
     except Exception as error:  # a broken file can raise anything
         raise SelfspecError(f"generation config {file} cannot be read: {reason(error)}") from error
+
+
+def _from_pretrained(auto: Any, source: str, **options: Any) -> Any:
+    """Return what a class of `transformers` reads from a folder or a hub id, at its revision; code of it is not run."""
+    name, revision = pinned(source)
+    return auto.from_pretrained(name, trust_remote_code=False, **revision, **options)
 
 
 def _base(name: str) -> str:
@@ -348,8 +341,8 @@ def _reachable(source: str) -> str:
 
     For a hub id, `from_pretrained` would ask the hub for newer files first, and wait for each of them.
     """
-    stored = _stored(source)
-    return source if stored in (None, source) or unreachable() is None else stored
+    copy = stored(source)
+    return source if copy is None or copy == source or unreachable() is None else copy
 
 
 def _device(name: str) -> torch.device:

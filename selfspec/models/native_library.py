@@ -44,6 +44,7 @@ ISAS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "avx512vnni": (("-march=x86-64-v4", "-mavx512vnni"), frozenset({"avx512bw", "avx512vl", "avx512_vnni"})),
 }
 _OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
+_COMPILERS = ("c++", "g++", "clang++")
 _PATIENCE = 120  # timeout of the compiler in seconds
 
 
@@ -85,6 +86,21 @@ def available() -> bool:
     return True
 
 
+def compiler() -> str | None:
+    """Return the path of the C++ compiler, with its arguments if `CXX` has any; None if there is none."""
+    command = _command(os.environ.get("CXX", ""))
+    return None if command is None else shlex.join([shutil.which(command[0]) or command[0], *command[1:]])
+
+
+def instruction_set() -> str | None:
+    """Return the instruction set that `SELFSPEC_ISA` names, else the highest of `ISAS` here; None off x86."""
+    if isa := os.environ.get("SELFSPEC_ISA"):
+        return isa
+    known = [isa for isa in ISAS if _missing(isa) is None]
+    tiles = ", amx" if "amx_tile" in _instructions().split() else ""
+    return f"{known[-1]}{tiles}" if platform.machine().lower() in ("x86_64", "amd64") else None
+
+
 def timing_key(device: torch.device) -> list[object]:
     """Return what timings of a model's passes and products depend on besides the model; for the keys of cached ones."""
     settings = [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "ONEDNN_MAX_CPU_ISA", "SELFSPEC_ISA")]
@@ -107,10 +123,10 @@ def _library(wanted: str, compiler: str, isa: str = "") -> Any:
         return "native kernels are turned off by SELFSPEC_NATIVE=0"
     if isa and (problem := _missing(isa)):
         return problem
-    names = [compiler] if compiler else ["c++", "g++", "clang++"]
-    command = next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
+    command = _command(compiler)
     if command is None:
-        return f"native kernels: no C++ compiler found ({', '.join(names)}); install g++, or set CXX to a compiler"
+        names = ", ".join([compiler] if compiler else _COMPILERS)
+        return f"native kernels: no C++ compiler found ({names}); install g++, or set CXX to a compiler"
     key = [*_sources(), machine(torch.device("cpu")), platform.machine(), _instructions(), torch.__version__]
     key.append(str(Path(shutil.which(command[0]) or "").stat().st_mtime_ns))  # compile again with a new compiler
     here = _HERE if not isa else tuple((*openmp, *ISAS[isa][0]) for openmp in (("-fopenmp",), ()))
@@ -148,6 +164,12 @@ def _missing(isa: str) -> str | None:
         return f"SELFSPEC_ISA={isa} is not known; expected one of {', '.join(ISAS)}"
     missing = sorted(ISAS[isa][1] - set(_instructions().split()))
     return f"SELFSPEC_ISA={isa}: this processor has no {', '.join(missing)}" if missing else None
+
+
+def _command(compiler: str) -> list[str] | None:
+    """Return the words of the command of a compiler: `compiler`, or if it is "" the system's; None if it is missing."""
+    names = [compiler] if compiler else _COMPILERS
+    return next((parts for name in names if (parts := _words(name)) and shutil.which(parts[0])), None)
 
 
 def _words(command: str) -> list[str]:

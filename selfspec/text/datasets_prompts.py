@@ -149,7 +149,7 @@ def read_preset(name: str, shape: PromptTemplate, *, held_out: bool, use: Use = 
         cause = Exception(str(error).rpartition(" either: ")[2])  # the text before it names an unrelated folder
         raise SelfspecError(
             f"{name}: {missing or reason(cause)}; download a parquet file of {where} from {preset.address} "
-            f"and give it: {'--prompts' if held_out else '--data'} FILE.parquet {shlex.join(arguments)}"
+            f"and give it: --prompts FILE.parquet {shlex.join(arguments)}"
         ) from None
 
 

@@ -90,5 +90,5 @@ def make_texts(
         most=options.texts or MOST_TEXTS,
         keep_going=lambda: options.texts is not None or time.perf_counter() - begun < seconds,
         on_tokens=count,
-        rows=options.rows,
+        rows=options.batch_size,
     )

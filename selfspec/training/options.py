@@ -28,11 +28,13 @@ class TrainOptions:
     distributions that adapters, `distill` and `layerskip` minimise. `student`: the model to distil into (None: a copy
     of `layers` of the model's own layers). `layers`: the layers that `distill` keeps, or after which drafts of
     `layerskip` exit (None: a fifth of the model's layers). `texts` and `steps`: fixed numbers, whatever time they take;
-    if both are set, the same call trains the same module. `rows`: texts decoded together.
+    if both are set, the same call trains the same module. `batch_size`: texts decoded together.
     """
 
     minutes: Annotated[float, Option(help="Time limit of everything; with --texts, of fitting only.")] = 20.0
-    max_new_tokens: Annotated[int, Option(min=16, metavar="N", help="New tokens of each training text.")] = 128
+    max_new_tokens: Annotated[
+        int, Option(flags=("--max-new-tokens", "-n"), min=16, metavar="N", help="New tokens of each training text.")
+    ] = 128
     vocabulary: Annotated[int, Option(min=16, metavar="N", help="Draft vocabulary size of a head.")] = 8192
     rank: Annotated[
         int | None, Option(min=1, metavar="N", help="Rank of bridges and adapters; bridges have full rank by default.")
@@ -53,7 +55,7 @@ class TrainOptions:
     steps: Annotated[
         int | None, Option(min=1, metavar="N", help="Number of training steps, whatever time they take.")
     ] = None
-    rows: Annotated[int, Option(min=1, metavar="N", help="Batch size for generating texts.")] = 128
+    batch_size: Annotated[int, Option(min=1, metavar="N", help="Batch size for generating texts.")] = 128
     seed: Annotated[int, Option(min=0, help="Random seed of prompts, texts and training.")] = 0
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class TrainOptions:
         for name, least in (
             ("max_new_tokens", 16),
             ("vocabulary", 16),
-            ("rows", 1),
+            ("batch_size", 1),
             ("rank", 1),
             ("layers", 1),
             ("texts", FEWEST),

@@ -48,7 +48,9 @@ def synthetic_beginning(tokenizer: Any, ends: frozenset[int], start: int | None)
                 return Beginning(opening, turn)
     first = start if start is not None else next(iter(sorted(ends)), None)
     if first is None:
-        raise SelfspecError("the model has neither a usable chat template nor a start token; give prompts with --data")
+        raise SelfspecError(
+            "the model has neither a usable chat template nor a start token; give prompts with --prompts"
+        )
     return Beginning((first,))
 
 

@@ -1,9 +1,9 @@
 """Requests that arrive by chance (Poisson) at a server that runs: how long until the first token, and until the next.
 
-    selfspec serve --model smollm2-135m --rows 8 --queue 1000 --threads 2 &
+    selfspec serve --model smollm2-135m --max-num-seqs 8 --queue 1000 --threads 2 &
     python tests/scripts/arrivals.py --prompts prompts.jsonl --loads 0.5,0.9,1.2 --seconds 120 --out arrivals.json
 
-Its capacity is measured first: requests a second with as many at a time as `--rows` for `--warm` seconds. Then requests
+Its capacity is measured first: requests a second, `--batch-size` at a time, for `--warm` seconds. Then requests
 arrive at shares of that. Tokens come together where a draft was accepted; the time between them is shared among them.
 """
 
@@ -82,7 +82,7 @@ async def closed(client: httpx.AsyncClient, given: argparse.Namespace, prompts: 
             done += 1
 
     begun = time.perf_counter()
-    await asyncio.gather(*(one(number) for number in range(given.rows)))
+    await asyncio.gather(*(one(number) for number in range(given.batch_size)))
     return done / (time.perf_counter() - begun)
 
 
@@ -111,7 +111,7 @@ async def measured(given: argparse.Namespace) -> dict[str, object]:
     async with httpx.AsyncClient(base_url=given.url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         capacity = await closed(client, given, prompts, model)
-        print(f"capacity: {capacity:.2f} requests/s, {given.rows} at a time", flush=True)
+        print(f"capacity: {capacity:.2f} requests/s, {given.batch_size} at a time", flush=True)
         rows = []
         for load in map(float, given.loads.split(",")):
             seen = await arriving(client, given, prompts, model, load * capacity)
@@ -124,7 +124,7 @@ async def measured(given: argparse.Namespace) -> dict[str, object]:
         figures = (await client.get("/metrics")).text
     left = [line for line in figures.splitlines() if line.startswith(("selfspec_places", "selfspec_running"))]
     print(health, left)
-    return {"capacity": capacity, "rows": given.rows, "loads": rows, "health": health, "left": left}
+    return {"capacity": capacity, "rows": given.batch_size, "loads": rows, "health": health, "left": left}
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--loads", default="0.5,0.9,1.2")
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--warm", type=float, default=40.0)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--new-tokens", type=int, default=64)

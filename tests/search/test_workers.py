@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long("searches that several workers share")
 
 COMMAND = str(Path(command.__file__))
 TRIALS = 12
-OPTIONS = ["--trials", TRIALS, "--prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best"]
+OPTIONS = ["--trials", TRIALS, "--num-prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best"]
 
 
 @pytest.fixture(scope="module", autouse=True)

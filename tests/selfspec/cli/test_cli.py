@@ -23,6 +23,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.llm.options import Options
 from selfspec.measure import side_by_side
+from selfspec.measure.bench import Benchmark
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
 from selfspec.profile.schema import Profile
@@ -232,6 +233,26 @@ class TestGenerate:
         assert tokens == llm.run(PROMPT, Options(max_new_tokens=9, settings=settings)).tokens
         assert not {12, 13} & {*tokens}
 
+    def test_short_forms(self, cli, llm):
+        code, out, _ = cli("generate", "-m", "builtin", "-p", PROMPT, "-n", 6, "-t", 1, "--profile", "none")
+        assert code == 0
+        assert out == llm.generate(PROMPT, max_new_tokens=6).text + "\n"
+        code, _, err = cli("generate", PROMPT, "-p", PROMPT)
+        assert code == 2
+        assert "--prompt: given with a prompt as the argument; expected only one of the two" in err
+
+    def test_options_of_settings(self, cli, llm):
+        args = ("generate", PROMPT, "--profile", "none", "-n", 9, "--json")
+        tokens = json.loads(cli(*args, "--repetition-penalty", 9)[1])["tokens"]
+        assert tokens == llm.run(PROMPT, Options(max_new_tokens=9, settings={"repetition_penalty": 9.0})).tokens
+        assert tokens != llm.generate(PROMPT, max_new_tokens=9).tokens
+        sampled = json.loads(cli(*args, "--temperature", 5, "--seed", 1, "--min-p", 1)[1])["tokens"]
+        assert sampled == llm.generate(PROMPT, max_new_tokens=9).tokens, "only the most probable token is left"
+        assert "--min-p: no effect on greedy decoding" in cli(*args, "--min-p", 0.1)[2]
+        code, _, err = cli(*args, "--min-p", 0.1, "--set", "min_p=0.2")
+        assert code == 2
+        assert "--set min_p and --min-p: expected only one of the two" in err
+
     @needs("llguidance", "llguidance")
     def test_guided(self, cli, tmp_path, profile_file):
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20)
@@ -343,7 +364,7 @@ class TestGenerate:
 
 class TestAudit:
     def test_float64_has_no_difference(self, cli):
-        code, out, _ = cli("audit", "--dtype", "float64", "--limit", 2, "--max-new-tokens", 12)
+        code, out, _ = cli("audit", "--dtype", "float64", "--num-prompts", 2, "--max-new-tokens", 12)
         assert code == 0
         skipped = len(find_profile_file("stdlib-llama-3.7m").skip_set)
         assert f"drafts: profile stdlib-llama-3.7m, {skipped} sub-layers" in out
@@ -376,14 +397,14 @@ class TestAudit:
             return Verdict(path, following if not len(draft) or position % 3 else (following + 1) % 4096, p)
 
         monkeypatch.setitem(RULES, "greedy", wrong)
-        code, out, _ = cli("audit", "--limit", 1, "--max-new-tokens", 20)
+        code, out, _ = cli("audit", "--num-prompts", 1, "--max-new-tokens", 20)
         assert code == 1
         assert "a BUG, please report it" in out
         assert "in plain decoding" in out
 
 
 class TestBench:
-    ARGS = ("bench", "--limit", 2, "--max-new-tokens", 6, "--rounds", 1)
+    ARGS = ("bench", "--num-prompts", 2, "--max-new-tokens", 6, "--rounds", 1)
 
     def test_every_method_at_every_temperature(self, cli, tmp_path):
         code, out, err = cli(*self.ARGS, "--json", "--out", "bench.json")
@@ -399,6 +420,29 @@ class TestBench:
             assert at["plain_of_roofline"] > 0
             assert at["skip"]["oracle"]["speedup"] > 0
         assert re.search(r"temperature 0: 10 runs will take about \d+ (s|min), for each of 2 temperatures", err)
+
+    def test_a_seed_repeats_the_texts(self, cli, monkeypatch):
+        seen, run = [], Benchmark._run
+        monkeypatch.setattr(Benchmark, "_run", lambda *args: seen.append(run(*args)) or seen[-1])
+        args = (
+            "bench",
+            "--num-prompts",
+            2,
+            "-n",
+            6,
+            "--rounds",
+            2,
+            "--temperature",
+            1,
+            "--methods",
+            "plain,skip,hf",
+            "--json",
+        )
+        assert json.loads(cli(*args, "--seed", 5)[1])["seed"] == 5
+        assert cli(*args, "--seed", 5)[0] == cli(*args, "--seed", 6)[0] == 0
+        first, again, other = (ran.texts for ran in seen)
+        assert {len(texts) for by_prompt in first.values() for texts in by_prompt} == {1}
+        assert first == again != other
 
     def test_a_table(self, cli):
         code, out, _ = cli(*self.ARGS, "--methods", "plain,skip", "--temperature", "0", "--widen", 2)
@@ -424,7 +468,7 @@ class TestBench:
 
 
 class TestCompare:
-    ARGS = ("compare", "--limit", 3, "--max-new-tokens", 6, "--patience", 2)
+    ARGS = ("compare", "--num-prompts", 3, "--max-new-tokens", 6, "--patience", 2)
 
     def test_all_that_apply_a_table_and_a_profile_to_use(self, cli, profile_file, tmp_path):
         code, out, _ = cli(*self.ARGS, "--profile", profile_file, "--out", "best.yaml", "--temperature", "0")
@@ -450,7 +494,7 @@ class TestCompare:
 
     def test_what_ships_for_the_model_is_measured_too(self, cli):
         code, out, _ = cli(
-            "compare", "--limit", 2, "--max-new-tokens", 4, "--patience", 2, "--temperature", "0", "--json"
+            "compare", "--num-prompts", 2, "--max-new-tokens", 4, "--patience", 2, "--temperature", "0", "--json"
         )
         found = json.loads(out)
         assert code == 0
@@ -470,7 +514,7 @@ class TestCompare:
 class TestSearch:
     @pytest.mark.measured_costs
     def test_finds_and_saves(self, cli, tmp_path):
-        args = ("search", "--trials", 3, "--prompts", 2, "--max-new-tokens", 6, "--out", "found.yaml")
+        args = ("search", "--trials", 3, "--num-prompts", 2, "--max-new-tokens", 6, "--out", "found.yaml")
         code, out, err = cli(*args)
         assert (code, out) == (0, "")
         assert "saved found.yaml" in err
@@ -484,7 +528,18 @@ class TestSearch:
 
     def test_json_and_own_data(self, cli, tmp_path):
         (tmp_path / "mine.jsonl").write_text('{"prompt": "def f(x):\\n"}\n{"text": "class A:\\n"}\n')
-        args = ("search", "--data", "mine.jsonl", "--strategy", "skopt", "--trials", 2, "--max-new-tokens", 4, "--json")
+        args = (
+            "search",
+            "--prompts",
+            "mine.jsonl",
+            "--strategy",
+            "skopt",
+            "--trials",
+            2,
+            "--max-new-tokens",
+            4,
+            "--json",
+        )
         code, out, _ = cli(*args)
         data = json.loads(out)
         assert code == 0
@@ -494,7 +549,7 @@ class TestSearch:
 
     def test_prompts_that_are_cut_are_counted(self, cli, tmp_path):
         (tmp_path / "mine.jsonl").write_text(json.dumps({"text": "x = 1\n" * 2000}) + '\n{"text": "class A:"}\n')
-        args = ("search", "--data", "mine.jsonl", "--trials", 1, "--max-new-tokens", 4, "--minutes", 0.001)
+        args = ("search", "--prompts", "mine.jsonl", "--trials", 1, "--max-new-tokens", 4, "--minutes", 0.001)
         assert "warning: 1 prompt is cut: 8000 tokens, but only 1020 fit the context together with the" in cli(*args)[2]
         args = ("bench", "--prompts", "mine.jsonl", "--methods", "plain", "--max-new-tokens", 2, "--rounds", 1)
         assert "warning: 1 prompt is cut: 8000 tokens, but only 1022 fit the context together with the" in cli(*args)[2]
@@ -505,7 +560,7 @@ class TestSearch:
         assert err.splitlines()[-1].startswith("error: context 999999: expected at most ")
 
     def test_every_option(self, cli, tmp_path):
-        args = ("search", "--trials", 2, "--prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)
+        args = ("search", "--trials", 2, "--num-prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)
         args += ("--keep", "0,15", "--granularity", "layer", "--max-draft-cost", 1000, "--context", 40)
         args += ("--temperature", 0.8, "--top-p", 0.9, "--controller", "static:threshold=0.4,k_max=3")
         assert cli(*args, "--strategy", "tpe")[0] == 0
@@ -521,12 +576,12 @@ class TestSearch:
 
     def test_the_papers_recipe(self, cli, tmp_path):
         args = ("search", "--objective", "wallclock", "--strategy", "skopt", "--no-warm-starts", "--trials", 2)
-        assert cli(*args, "--prompts", 2, "--max-new-tokens", 4)[0] == 0
+        assert cli(*args, "--num-prompts", 2, "--max-new-tokens", 4)[0] == 0
         assert read_profile(tmp_path / "profile.yaml").search.objective == "wallclock"
 
     def test_an_interrupt_saves_the_best_and_says_how_to_resume(self, cli, warm, tmp_path):
         """Ctrl-C while the fourth trial is scored: no traceback, a profile, the command that goes on from there."""
-        args = ("search", "--trials", 5, "--prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best")
+        args = ("search", "--trials", 5, "--num-prompts", 2, "--max-new-tokens", 8, "--threads", 1, "--keep-best")
         done = interrupted(warm, "interrupted:3", *args, cwd=tmp_path)
         assert done.returncode == 130
         assert "Traceback" not in done.stderr
@@ -743,21 +798,24 @@ WRONG = {
     "endless aliases": (["profile", "show", "endless.yaml"], "endless.yaml: .*more than 500,000 values"),
     "too many layers": (["profile", "show", "layers.yaml"], "less than or equal to 10000, got 99999999"),
     "a pipe": (["profile", "show", "pipe"], "pipe is a device or a pipe; expected a regular file"),
-    "a device": (["search", "--data", "/dev/zero"], "expected a .jsonl file"),
+    "a device": (["search", "--prompts", "/dev/zero"], "expected a .jsonl file"),
     "empty name": (["generate", "x", "--profile", ""], "the profile's name is empty"),
     "empty model": (["generate", "x", "--model", ""], "the model's name is empty"),
     "long name": (["profile", "show", "a" * 5000], "not a valid path"),
     "long model": (["search", "--model", "a/" * 5000], "not a valid path"),
     "long out": (["search", "--out", "a" * 5000], "not a valid path"),
     "no Unicode": (["generate", "a\udcff"], "the prompt is not valid Unicode text; give UTF-8"),
-    "half a surrogate": (["search", "--data", "half.jsonl"], "half.jsonl, line 1: the text has half a surrogate pair"),
+    "half a surrogate": (
+        ["search", "--prompts", "half.jsonl"],
+        "half.jsonl, line 1: the text has half a surrogate pair",
+    ),
     "another device": (["generate", "x", "--device", "hpu"], "device 'hpu' cannot be used"),
     "many threads": (["generate", "x", "--threads", "99999999999"], "'--threads'"),
     "great seed": (["search", "--seed", "99999999999"], "'--seed'"),
     "stop no Unicode": (["generate", "x", "--stop", "\udcff"], "--stop: the text is not valid Unicode"),
     "negative seed": (["generate", "x", "--seed", "-2"], "'--seed'"),
     "data as out": (
-        ["search", "--data", "half.txt", "--out", "half.txt"],
+        ["search", "--prompts", "half.txt", "--out", "half.txt"],
         "--out half.txt would write over the data file",
     ),
     "key given twice": (["profile", "validate", "twice.yaml"], "line 2: not valid YAML ('skip' is given twice)"),
@@ -789,17 +847,17 @@ WRONG = {
     "threads": (["generate", "x", "--threads", "0"], "'--threads'"),
     "unknown option": (["generate", "x", "--colour"], "No such option: --colour"),
     "unknown command": (["serach"], "No such command 'serach'"),
-    "missing data": (["search", "--data", "no.jsonl"], "no.jsonl: no such file"),
-    "data without a name": (["search", "--data", ""], "the data's name is empty"),
-    "no such set": (["search", "--data", "squad"], "squad: no such file or folder; expected a .jsonl file"),
+    "missing data": (["search", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
+    "data without a name": (["search", "--prompts", ""], "the data's name is empty"),
+    "no such set": (["search", "--prompts", "squad"], "squad: no such file or folder; expected a .jsonl file"),
     "a set without network": (
-        ["search", "--data", "cnn_dailymail"],
+        ["search", "--prompts", "cnn_dailymail"],
         "download a parquet file of its split train of config 3.0.0 from https://huggingface.co/datasets/abisee/cnn_d",
     ),
     "audit's set without network": (["audit", "--prompts", "gsm8k"], "--prompts FILE.parquet --column question"),
-    "column without data": (["search", "--column", "x"], "--column and --template: given without --data"),
-    "template without data": (["audit", "--template", "{x}"], "--column and --template: given without --data"),
-    "template": (["search", "--data", "half.txt", "--template", "{text.x}"], "expected nothing but the name"),
+    "column without data": (["search", "--column", "x"], "--column and --template: given without --prompts"),
+    "template without data": (["audit", "--template", "{x}"], "--column and --template: given without --prompts"),
+    "template": (["search", "--prompts", "half.txt", "--template", "{text.x}"], "expected nothing but the name"),
     "column": (["bench", "--prompts", "half.txt", "--column", "x"], "half.txt: no column 'x' (there are: text)"),
     "no parquet": (["audit", "--prompts", "no.parquet"], "no.parquet: no such file"),
     "folder without texts": (["audit", "--prompts", "broken"], "broken: holds no prompts; expected text files"),
@@ -813,11 +871,11 @@ WRONG = {
         "--device cpu and --device-map: expected",
     ),
     "folder as out": (
-        ["search", "--data", ".", "--out", "half.txt"],
+        ["search", "--prompts", ".", "--out", "half.txt"],
         "--out half.txt would write over the data file",
     ),
-    "empty data": (["search", "--data", "empty.txt"], "empty.txt: holds no prompts"),
-    "other data": (["search", "--data", "key.yaml"], "expected a .jsonl file"),
+    "empty data": (["search", "--prompts", "empty.txt"], "empty.txt: holds no prompts"),
+    "other data": (["search", "--prompts", "key.yaml"], "expected a .jsonl file"),
     "strategy": (["search", "--strategy", "oracle"], "strategy 'oracle' is not known; known: tpe, cmaes"),
     "objective": (["search", "--objective", "magic"], "objective 'magic' is not known; known: replay, wallclock"),
     "granularity": (["search", "--granularity", "head"], "granularity 'head' is not known; known: sublayer, layer"),
@@ -876,7 +934,7 @@ WRONG = {
     "field": (["generate", "x", "--set", "minp=1"], "GenerationConfig has no field 'minp'; did you mean min_p?"),
     "field without value": (
         ["generate", "x", "--set", "min_p"],
-        "--set min_p: expected NAME=VALUE, such as min_p=0.05",
+        "--set min_p: expected NAME=VALUE, such as typical_p=0.9",
     ),
     "field beyond YAML": (["generate", "x", "--set", r'min_p="\U80000000"'], "--set min_p="),
     "field's value": (["generate", "x", "--set", "do_sample=true", "--set", "min_p=x"], "generation config: "),

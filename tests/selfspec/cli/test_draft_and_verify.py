@@ -36,7 +36,18 @@ SMALL = {  # in place of what the notebook's first cell says
 @pytest.fixture
 def searched(cli, tmp_path):
     """A search by the command, in its folder: `found.yaml` and the study in `study.jsonl`."""
-    args = ("search", "--modes", "full,skip", "--controller", "adaptive", "--trials", 4, "--prompts", 2, "--keep-best")
+    args = (
+        "search",
+        "--modes",
+        "full,skip",
+        "--controller",
+        "adaptive",
+        "--trials",
+        4,
+        "--num-prompts",
+        2,
+        "--keep-best",
+    )
     args += ("--max-new-tokens", 8, "--storage", "study.jsonl", "--study", "published", "--out", "found.yaml")
     code, _, err = cli(*args)
     assert code == 0, err

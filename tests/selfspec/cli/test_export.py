@@ -8,7 +8,7 @@ import pytest
 
 
 def test_a_shipped_profile_for_vllm(cli):
-    told = ("--limit", "1", "--max-new-tokens", "8", "--tokens", "2")
+    told = ("--num-prompts", "1", "--max-new-tokens", "8", "--tokens", "2")
     code, out, err = cli("export", "--to", "vllm", "stdlib-llama-3.7m", "--out", "there", *told, "--json")
     said = json.loads(out)
     assert (code, said["engine"], said["out"], said["tokens"]) == (0, "vllm", "there", 2)
@@ -23,14 +23,14 @@ def test_a_shipped_profile_for_vllm(cli):
 
 
 def test_by_the_profiles_word_nothing_is_decoded(cli):
-    code, _, err = cli("export", "--to", "sglang", "stdlib-llama-3.7m", "--out", "there", "--limit", "0")
+    code, _, err = cli("export", "--to", "sglang", "stdlib-llama-3.7m", "--out", "there", "--num-prompts", "0")
     assert code == 0
     assert "rehearsing" not in err
     assert "from the profile's measurement" in err
 
 
 def test_what_is_lost_is_told_of_layers_kept_by_half(cli):
-    code, _, err = cli("export", "--to", "hf", "stdlib-llama-3.7m", "--out", "there", "--limit", "0")
+    code, _, err = cli("export", "--to", "hf", "stdlib-llama-3.7m", "--out", "there", "--num-prompts", "0")
     assert code == 0
     assert "limitation: the time of 7 sub-layer(s) skipped in layers that are kept" in err
     assert "selfspec search --kv own finds one for engines" in err
@@ -46,7 +46,10 @@ def test_what_is_lost_is_told_of_layers_kept_by_half(cli):
         (["--to", "vllm", "stdlib-llama-3.7m"], "Missing option '--out'"),
         (["stdlib-llama-3.7m", "--out", "x"], "Missing option '--to'"),
         (["--to", "vllm", "plain.yaml", "--out", "x"], "the profile drafts nothing, so there is nothing to export"),
-        (["--to", "vllm", "recycle.yaml", "--out", "x", "--limit", "0"], "it could run instead: lookup tokens alone"),
+        (
+            ["--to", "vllm", "recycle.yaml", "--out", "x", "--num-prompts", "0"],
+            "it could run instead: lookup tokens alone",
+        ),
         (["--to", "vllm", "stdlib-llama-3.7m", "--out", "full"], "--out full is not empty"),
     ],
     ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else None,

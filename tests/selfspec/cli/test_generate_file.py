@@ -113,7 +113,7 @@ def test_results_of_others_are_left_alone(folder, monkeypatch, capsys):
         (("--prompts", "prompts.jsonl", "--out", "nowhere/o"), "the folder nowhere does not exist; make it first"),
         (("import", "--out", "o"), "--out is for many prompts; expected --prompts FILE with it"),
         (("import", "--memory", "1"), "--memory is for many prompts"),
-        (("import", "--column", "a"), "--column and --template: given without --data or --prompts"),
+        (("import", "--column", "a"), "--column and --template: given without --prompts"),
         (("--prompts", "prompts.jsonl", "--out", "o", "--memory", "0.000001"), "give more memory"),
     ],
 )

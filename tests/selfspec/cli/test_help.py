@@ -11,9 +11,10 @@ from selfspec.cli import main
 
 DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-folder"]
 PROMPTS = ["column", "template", "chat"]
+LAST = ["revision", "quiet", "verbose", "help"]
 DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
-    "Sampling": ["top-k", "top-p", "seed", "generation-config", "set"],
+    "Sampling": ["top-k", "top-p", "seed", "generation-config", "min-p", "repetition-penalty", "set"],
     "Drafting": ["rule", "method", "controller", "store", "extra-memory", "answers"],
     "Guided generation (needs llguidance)": ["regex", "json-schema"],
     "Device": [*DEVICE, "tensor-parallel"],
@@ -21,7 +22,8 @@ DECODING = {
 COMMANDS = {
     "search": {
         "Options": [
-            *("model", "data", "out", "trials", "minutes", "prompts", "max-new-tokens", "temperature", "json", "help")
+            *("model", "prompts", "out", "trials", "minutes", "num-prompts", "max-new-tokens", "temperature", "json"),
+            *LAST,
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
@@ -35,54 +37,70 @@ COMMANDS = {
     "train": {
         "Arguments": [],
         "Options": [
-            *("model", "profile", "data", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
-            *("student", "layers", "texts", "steps", "rows", "seed", "json", "help"),
+            *("model", "profile", "prompts", "out", "minutes", "max-new-tokens", "vocabulary", "rank", "loss"),
+            *("student", "layers", "texts", "steps", "batch-size", "seed", "json", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
     "convert": {
         "Arguments": [],
-        "Options": ["model", "profile", "out", "json", "help"],
+        "Options": ["model", "profile", "out", "json", *LAST],
         "Device": DEVICE,
     },
     "generate": {
         "Arguments": [],
         "Options": [
-            *("model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats", "compare"),
-            *("color", "json", "help"),
+            *("prompt", "model", "profile", "max-new-tokens", "temperature", "stop", "chat", "system", "stats"),
+            *("compare", "color", "json", *LAST),
         ],
         **DECODING,
         "Many prompts": ["prompts", "column", "template", "batch-size", "memory", "out"],
     },
     "chat": {
-        "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color", "help")],
+        "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color"), *LAST],
         **DECODING,
     },
     "audit": {
-        "Options": [*("model", "profile", "prompts", "limit", "max-new-tokens", "temperature", "seed", "json", "help")],
+        "Options": [
+            *("model", "profile", "prompts", "num-prompts", "max-new-tokens", "temperature", "seed", "json"),
+            *LAST,
+        ],
         **DRAFTING,
     },
     "bench": {
         "Options": [
-            *("model", "profile", "methods", "prompts", "limit", "max-new-tokens", "temperature", "rounds", "widen"),
-            *("out", "json", "help"),
+            *(
+                "model",
+                "profile",
+                "methods",
+                "prompts",
+                "num-prompts",
+                "max-new-tokens",
+                "temperature",
+                "rounds",
+                "seed",
+            ),
+            *("widen", "out", "json", *LAST),
         ],
         **DRAFTING,
     },
     "compare": {
         "Options": [
-            *("model", "profile", "methods", "draft-model", "prompts", "limit", "max-new-tokens", "temperature"),
-            *("rounds", "patience", "out", "json", "help"),
+            *("model", "profile", "methods", "draft-model", "prompts", "num-prompts", "max-new-tokens", "temperature"),
+            *("rounds", "patience", "out", "json", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
     },
-    "index": {"Arguments": [], "Options": ["model", "out", "add", "column", "template", "json", "help"]},
+    "index": {
+        "Arguments": [],
+        "Options": ["model", "out", "add", "column", "template", "json", *LAST],
+    },
     "report": {
         "Options": [
-            *("out", "profile", "study", "storage", "bench", "model", "prompts", "limit", "max-new-tokens"),
-            *("no-sample", "help"),
+            *("out", "profile", "study", "storage", "bench", "model", "prompts", "num-prompts", "max-new-tokens"),
+            *("no-sample", *LAST),
         ],
         "Prompts": PROMPTS,
         "Device": DEVICE,
@@ -99,6 +117,7 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
         main()
     assert not ended.value.code
     lines = capsys.readouterr().out.splitlines()
+    assert not any("<bool>" in line for line in lines)
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines), "cut short"
     found, lengths = {}, []
@@ -112,3 +131,26 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
             lengths[-1] += 1
     assert [*found.items()] == [*COMMANDS[command].items()]
     assert max(lengths) <= 5, "no help is so long, or its column so narrow"
+
+
+def test_commands_stand_in_groups(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["selfspec", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    found = {}
+    for line in capsys.readouterr().out.splitlines():
+        assert "<bool>" not in line
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            found[title[1]] = []
+        elif named := re.match(r"│ ([a-z]+) ", line):
+            found[[*found][-1]].append(named[1])
+    assert [*found.items()] == [
+        ("Options", []),
+        ("Run", ["generate", "chat", "serve"]),
+        ("Tune", ["search", "compare", "profile"]),
+        ("Check", ["audit", "bench", "env"]),
+        ("Extend", ["train", "convert", "quantize", "index", "export"]),
+        ("Show", ["plot", "report"]),
+    ]

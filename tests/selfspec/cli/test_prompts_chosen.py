@@ -60,14 +60,14 @@ def cli(cli, monkeypatch, tmp_path):
     ],
 )
 def test_an_audit_says_what_it_chose(cli, instruct, named, source, chat):
-    args = ("audit", "--model", instruct, *SKIP, "--limit", 2, "--max-new-tokens", 4)
+    args = ("audit", "--model", instruct, *SKIP, "--num-prompts", 2, "--max-new-tokens", 4)
     found = json.loads(cli(*args, *named, "--json")[0])
     assert (found["prompt_source"], found["chat"], found["prompts"], found["bugs"]) == (source, chat, 2, 0)
     assert f"prompts: {source}{', as chat messages' * chat}\n" in cli(*args, *named)[0]
 
 
 def test_without_a_template_everything_is_text(cli):
-    args = ("audit", *SKIP, "--limit", 1, "--max-new-tokens", 4, "--json")
+    args = ("audit", *SKIP, "--num-prompts", 1, "--max-new-tokens", 4, "--json")
     for named, source in (([], "builtin"), (["--prompts", "spec-bench:question.jsonl"], "Spec-Bench (question.jsonl)")):
         found = json.loads(cli(*args, *named)[0])
         assert (found["prompt_source"], found["chat"]) == (source, False)
@@ -92,7 +92,7 @@ def test_a_template_that_fails_is_none(instruct, llm):
 
 
 def test_a_search_draws_from_its_own_file_and_says_so(cli, instruct, tmp_path):
-    few = ("--trials", 2, "--prompts", 2, "--max-new-tokens", 6)
+    few = ("--trials", 2, "--num-prompts", 2, "--max-new-tokens", 6)
     _, err = cli("search", "--model", instruct, *few, "--out", "found.yaml")
     calibration = read_profile(tmp_path / "found.yaml").calibration
     assert (calibration.source, calibration.chat, calibration.prompts, calibration.drawn_from) == (CHAT, True, 2, 60)
@@ -102,7 +102,7 @@ def test_a_search_draws_from_its_own_file_and_says_so(cli, instruct, tmp_path):
 
 
 def test_a_report_says_what_its_texts_continue(cli, instruct):
-    cli("report", "--model", instruct, *SKIP, "--limit", 1, "--max-new-tokens", 4, "--out", "r.html")
+    cli("report", "--model", instruct, *SKIP, "--num-prompts", 1, "--max-new-tokens", 4, "--out", "r.html")
     page = Path("r.html").read_text()
     assert f"1 held-out prompts ({CHAT}, as chat messages), continued greedily" in page
 
@@ -111,7 +111,7 @@ class TestBench:
     ARGS = ("bench", "--methods", "plain,skip", "--temperature", 0, "--rounds", 1, "--max-new-tokens", 4, *SKIP)
 
     def test_chat_prompts(self, cli, instruct):
-        out, _ = cli(*self.ARGS, "--model", instruct, "--limit", 14)
+        out, _ = cli(*self.ARGS, "--model", instruct, "--num-prompts", 14)
         assert f"prompts: {CHAT}, as chat messages\n" in out
         assert "texts identical to plain decoding's, by token ids: plain 14 of 14; skip 14 of 14\n" in out
         table = out[out.index("skip, temperature 0") :]
@@ -124,7 +124,7 @@ class TestBench:
     def test_spec_bench(self, cli, instruct, tmp_path, chat):
         model = ["--model", instruct] if chat else []
         questions = ("--prompts", "spec-bench:question.jsonl")
-        out, _ = cli(*self.ARGS, *model, *questions, "--limit", 4, "--json", "--out", "b.json")
+        out, _ = cli(*self.ARGS, *model, *questions, "--num-prompts", 4, "--json", "--out", "b.json")
         found = json.loads(out)
         assert found == json.loads((tmp_path / "b.json").read_text())
         assert (found["prompt_source"], found["chat"], found["prompts"]) == ("Spec-Bench (question.jsonl)", chat, 4)
@@ -135,6 +135,6 @@ class TestBench:
         assert set(by_task["overall"]["speedup"]) == {"plain"}
 
     def test_few_of_each_task(self, cli):
-        out, _ = cli(*self.ARGS, "--prompts", "spec-bench:question.jsonl", "--limit", 2, "--json")
+        out, _ = cli(*self.ARGS, "--prompts", "spec-bench:question.jsonl", "--num-prompts", 2, "--json")
         tasks = json.loads(out)["temperatures"][0]["methods"]["plain"]["by_task"]["tasks"]
         assert [(row["task"], row["prompts"]) for row in tasks] == [("multi-turn conversation", 1), ("qa", 1)]

@@ -59,7 +59,7 @@ def page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(warnings, "showwarning", warnings.showwarning)
-        patch.setattr(sys, "argv", ["selfspec", "report", *given, "--max-new-tokens", "16", "--limit", "2"])
+        patch.setattr(sys, "argv", ["selfspec", "report", *given, "--max-new-tokens", "16", "--num-prompts", "2"])
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code == 0

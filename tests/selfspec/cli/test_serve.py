@@ -51,7 +51,7 @@ def answers(url):
 
 
 def test_it_serves_and_ends(start, llm64):
-    replicas = ["--rows", "2", "--devices", "cpu,cpu"]
+    replicas = ["--batch-size", "2", "--devices", "cpu,cpu"]
     process, url, said = start("--profile", "none", "--dtype", "float64", *replicas, SELFSPEC_API_KEY="secret")
     assert "(2 replicas of 2 sequences)" in said.read_text()
     assert url.startswith("http://127.0.0.1:")
@@ -98,7 +98,8 @@ WRONG = {
     "model": (["--model", "./nothing"], "no such folder"),
     "profile": (["--profile", "nothing"], "no shipped profile of that name"),
     "store": (["--store", "no.store"], "no.store"),
-    "rows": (["--rows", "0"], "--rows"),
+    "batch size": (["--max-num-seqs", "0"], "--max-num-seqs"),
+    "two batch sizes": (["--max-num-seqs", "2", "--batch-size", "2"], "expected only one of the two"),
     "queue": (["--queue", "-1"], "--queue"),
     "key": (["--api-key", " "], "--api-key: the key is blank or not ASCII"),
     "key in letters": (["--api-key", "schlüssel"], "--api-key: the key is blank or not ASCII; expected"),

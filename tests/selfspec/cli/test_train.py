@@ -21,7 +21,7 @@ FEW = [
     "16",
     "--vocabulary",
     "256",
-    "--rows",
+    "--batch-size",
     "8",
     "--threads",
     "1",
@@ -38,7 +38,7 @@ def prompts(tmp_path):
 
 
 def test_a_head_is_trained_and_used(cli, prompts, tmp_path):
-    code, out, err = cli("train", "eagle", "--data", prompts, *FEW, "--json")
+    code, out, err = cli("train", "eagle", "--prompts", prompts, *FEW, "--json")
     told = json.loads(out)
     assert not code
     assert told["part"] == "parts/eagle.safetensors"
@@ -55,7 +55,7 @@ def test_a_head_is_trained_and_used(cli, prompts, tmp_path):
 
 @pytest.mark.long("training")
 def test_below_the_draft_path_of_a_profile(cli, prompts):
-    code, out, _ = cli("train", "eagle", "--profile", "stdlib-llama-3.7m", "--data", prompts, *FEW, "--json")
+    code, out, _ = cli("train", "eagle", "--profile", "stdlib-llama-3.7m", "--prompts", prompts, *FEW, "--json")
     assert not code
     assert json.loads(out)["profiles"] == ["parts/eagle.yaml", "parts/eagle-below.yaml"]
     plain = cli("generate", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
@@ -68,7 +68,9 @@ def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
     Path("path.yaml").write_text(
         "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {attention: [7], mlp: [7]}}\n"
     )
-    code, out, err = cli("train", "bridge", "--profile", "path.yaml", "--data", prompts, *FEW, "--rank", "8", "--json")
+    code, out, err = cli(
+        "train", "bridge", "--profile", "path.yaml", "--prompts", prompts, *FEW, "--rank", "8", "--json"
+    )
     told = json.loads(out)
     assert not code
     assert told["profiles"] == ["parts/bridge.yaml"]
@@ -82,7 +84,7 @@ def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
 @pytest.mark.long("training")
 def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
     few = [*FEW[:2], "--steps", "1", *FEW[4:]]
-    code, out, err = cli("train", "layerskip", "--data", prompts, *few, "--layers", "4", "--json")
+    code, out, err = cli("train", "layerskip", "--prompts", prompts, *few, "--layers", "4", "--json")
     before, after = json.loads(out)["perplexity"]
     assert not code
     said = f"training changed the model: perplexity on held-out answers {after:.2f}, before {before:.2f}"
@@ -93,7 +95,7 @@ def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
 
 
 def run_in_a_process(warm, event, folder, prompts):
-    arguments = [warm.python, str(Path(command.__file__)), event, "train", "eagle", "--data", str(prompts), *FEW]
+    arguments = [warm.python, str(Path(command.__file__)), event, "train", "eagle", "--prompts", str(prompts), *FEW]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -104,7 +106,7 @@ def test_an_interrupt_saves_the_best_and_the_same_command_goes_on(cli, warm, pro
     assert "to resume, run the same command again" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert (tmp_path / "parts" / "eagle.yaml").exists()
-    code, out, _ = cli("train", "eagle", "--data", prompts, *FEW, "--json")
+    code, out, _ = cli("train", "eagle", "--prompts", prompts, *FEW, "--json")
     assert (code, json.loads(out)["steps"]) == (0, 12)
 
 
@@ -113,7 +115,7 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
     assert run_in_a_process(warm, "killed-fit:5", tmp_path, prompts).returncode == -9
     assert not (tmp_path / "parts" / "eagle.safetensors").exists()
     assert (tmp_path / "parts" / "eagle.checkpoint").exists()
-    code, out, _ = cli("train", "eagle", "--data", prompts, *FEW, "--json")
+    code, out, _ = cli("train", "eagle", "--prompts", prompts, *FEW, "--json")
     assert (code, json.loads(out)["steps"]) == (0, 12)
 
 
@@ -125,9 +127,9 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
         (["eagle", "--minutes", "nan"], "minutes nan: expected more than 0"),
         (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),
         (["eagle", "--out", "gone/parts"], "gone/parts is no folder"),
-        (["eagle", "--data", "gone.jsonl"], "gone.jsonl"),
+        (["eagle", "--prompts", "gone.jsonl"], "gone.jsonl"),
         (["eagle", "--model", "gone/model"], "gone/model"),
-        (["eagle", "--column", "q"], "--column and --template: given without --data"),
+        (["eagle", "--column", "q"], "--column and --template: given without --prompts"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

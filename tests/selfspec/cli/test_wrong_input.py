@@ -134,13 +134,14 @@ COMMANDS = {
     "search": {
         **SHARED,
         **SAMPLING,
-        "--data": words.map(lambda name: f"no-{name}") | st.sampled_from(["", "missing.jsonl", "no.parquet", "gsm8k"]),
+        "--prompts": words.map(lambda name: f"no-{name}")
+        | st.sampled_from(["", "missing.jsonl", "no.parquet", "gsm8k"]),
         **SHAPES,
         "--objective": unknown("replay", "wallclock"),
         "--strategy": unknown("climb", "tpe", "dp", "greedy", "cmaes", "gp", "skopt", "random"),
         "--trials": too_small | no_numbers,
         "--minutes": negative | st.just("0") | no_numbers,
-        "--prompts": too_small | no_numbers,
+        "--num-prompts": too_small | no_numbers,
         "--out": st.sampled_from(["missing/p.yaml", ".", "/proc/none/p.yaml", "x" * 300]),
         "--context": too_small | no_numbers,
         "--keep": no_numbers.filter(lambda w: w.replace(",", " ").strip() != ""),
@@ -153,7 +154,7 @@ COMMANDS = {
         "--prompts": words.map(lambda name: f"no-{name}")
         | st.sampled_from(["", "missing.jsonl", "no.parquet", "xsum"]),
         **SHAPES,
-        "--limit": too_small | no_numbers,
+        "--num-prompts": too_small | no_numbers,
     },
 }
 COMMANDS["bench"] = {
@@ -180,7 +181,7 @@ COMMANDS["plot"] = {
 }
 COMMANDS["report"] = {
     **{option: SHARED[option] for option in SHARED if option not in ("--controller", "--temperature", "--seed")},
-    **{option: COMMANDS["audit"][option] for option in ("--profile", "--prompts", "--limit", *SHAPES)},
+    **{option: COMMANDS["audit"][option] for option in ("--profile", "--prompts", "--num-prompts", *SHAPES)},
     "--study": words.map(lambda name: f"no-{name}"),
     "--storage": words,
     "--bench": words.map(lambda name: f"no-{name}") | st.just("p.yaml"),
@@ -335,8 +336,7 @@ def _is_json(text):
 @given(st.lists(st.just('{"prompt": "right"}'), max_size=3), wrong_rows, st.sampled_from(["search", "audit"]))
 def test_a_data_file_with_a_wrong_row(cli, tmp_path, before, wrong, command):
     (tmp_path / "d.jsonl").write_bytes("\n".join([*before, wrong]).encode("utf-8", "surrogatepass"))
-    option = "--data" if command == "search" else "--prompts"
-    result = cli(command, option, "d.jsonl")
+    result = cli(command, "--prompts", "d.jsonl")
     is_refused(result)
     assert "d.jsonl" in result[1]
 
@@ -352,8 +352,7 @@ def test_any_bytes_as_data(cli, tmp_path, content, name):
 @given(st.text("{}[]()!:.\\\\n text", max_size=12) | words, st.sampled_from(["search", "audit"]))
 def test_any_template(cli, tmp_path, template, command):
     (tmp_path / "d.jsonl").write_text('{"text": "right", "n": 1}')
-    option = "--data" if command == "search" else "--prompts"
-    is_refused_or_right(cli(command, option, "d.jsonl", f"--template={template}"))
+    is_refused_or_right(cli(command, "--prompts", "d.jsonl", f"--template={template}"))
 
 
 @settings(max_examples=examples(FEW), **quick)

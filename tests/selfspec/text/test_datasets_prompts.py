@@ -219,7 +219,7 @@ class TestPresets:
             assert "/x" not in str(refused.value)
             assert str(refused.value).endswith(
                 "; download a parquet file of its split train of config main from "
-                "https://huggingface.co/datasets/openai/gsm8k and give it: --data FILE.parquet --column question "
+                "https://huggingface.co/datasets/openai/gsm8k and give it: --prompts FILE.parquet --column question "
                 r"--template 'Question: {question}\nAnswer:'"
             )
 

@@ -19,7 +19,7 @@ from selfspec.training.distill import DistillLearner, keep_layers, write_model
 from selfspec.training.fit import fit
 from selfspec.training.options import TrainOptions
 
-FEW = {"max_new_tokens": 24, "rows": 8, "texts": 20, "steps": 40, "layers": 4}
+FEW = {"max_new_tokens": 24, "batch_size": 8, "texts": 20, "steps": 40, "layers": 4}
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, [0]), (2, [0, 3]), (3, [0, 2, 3]), (4, [0, 1, 2, 3])])

@@ -14,7 +14,7 @@ from selfspec.profile.shipped import find_profile_file
 from selfspec.training.fit import SilentTraining, fit
 from selfspec.training.options import KINDS, OF_PATHS, TrainOptions
 
-FEW = {"max_new_tokens": 24, "vocabulary": 512, "rows": 8, "texts": 20}
+FEW = {"max_new_tokens": 24, "vocabulary": 512, "batch_size": 8, "texts": 20}
 PROMPT = "def read_text(path: Path) -> str:\n"
 
 

@@ -21,7 +21,7 @@ from selfspec.training.options import TrainOptions
 from selfspec.training.texts import TextStore, TrainingText
 from selfspec.types.draft_path import DraftPath
 
-FEW = {"max_new_tokens": 24, "rows": 8, "texts": 34, "steps": 24, "layers": 4}
+FEW = {"max_new_tokens": 24, "batch_size": 8, "texts": 34, "steps": 24, "layers": 4}
 
 
 def test_layers_are_dropped_the_likelier_the_later():

@@ -25,7 +25,7 @@ from selfspec.training.texts import TrainingText
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
-FEW = {"max_new_tokens": 24, "rows": 8, "texts": 20}
+FEW = {"max_new_tokens": 24, "batch_size": 8, "texts": 20}
 MODES = ("full", "skip", "skip", "int4", "full", "skip", "skip", "int8")  # attention, then MLPs: 1 and 2 skipped
 PATH = DraftPath.from_modes(MODES)
 

@@ -132,5 +132,5 @@ def test_prompts_come_round_and_round_in_an_order_by_seed():
 def test_nothing_to_begin_with():
     tokenizer = type("Tokenizer", (), {"chat_template": None})()
     assert synthetic_beginning(tokenizer, frozenset([5, 3]), None).tokens == (3,)
-    with pytest.raises(SelfspecError, match="give prompts with --data"):
+    with pytest.raises(SelfspecError, match="give prompts with --prompts"):
         synthetic_beginning(tokenizer, frozenset(), None)

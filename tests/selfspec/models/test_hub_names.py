@@ -1,0 +1,72 @@
+"""Models of the hub at a revision: from its copy in the cache, of which no other revision is read."""
+
+from __future__ import annotations
+
+import shutil
+
+import huggingface_hub
+import pytest
+
+from selfspec import builtin
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.hub_names import pinned, with_revision
+from selfspec.models.loading import check_at_hand, load_model, load_tokenizer, read_identity, stored_config
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A cache with two revisions of org/model, of which the second, v2, has its weights; the hub is not asked."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--org--model"
+    for branch, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / branch).write_text(commit)
+    (folder / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (folder / "snapshots" / ("a" * 40) / "config.json").write_text('{"model_type": "no-such-type"}')
+    shutil.copytree(builtin.model_folder(), folder / "snapshots" / ("b" * 40))
+    return folder / "snapshots"
+
+
+def test_a_revision_is_read(cached):
+    for revision in ("v2", "b" * 40):
+        assert stored_config(f"org/model@{revision}") == str(cached / ("b" * 40))
+        assert read_identity(f"org/model@{revision}").model_type == "llama"
+    model, tokenizer = load_model("org/model@v2")
+    assert model.config.model_type == "llama"
+    assert tokenizer("import")["input_ids"] == load_tokenizer("builtin")("import")["input_ids"]
+    with pytest.raises(SelfspecError, match="no-such-type"):
+        read_identity("org/model")
+
+
+def test_one_that_is_not_there(cached):
+    with pytest.raises(SelfspecError, match="model org/model@v3 cannot be loaded: there is no such folder"):
+        check_at_hand("org/model@v3")
+
+
+def test_names_for_transformers(tmp_path):
+    assert pinned("org/model") == ("org/model", {})
+    assert pinned("org/model@refs/pr/1") == ("org/model", {"revision": "refs/pr/1"})
+    (tmp_path / "a@b").mkdir()
+    assert pinned(str(tmp_path / "a@b")) == (str(tmp_path / "a@b"), {})
+
+
+def test_a_revision_of_a_name(tmp_path):
+    assert with_revision("org/model", "v2") == "org/model@v2"
+    for name in (None, "builtin", "smollm2-135m", str(tmp_path), "org/model@v1"):
+        with pytest.raises(SelfspecError, match="--revision v2: expected a branch, tag or commit"):
+            with_revision(name, "v2")
+    with pytest.raises(SelfspecError, match="expected a branch"):
+        with_revision("org/model", "")
+
+
+def test_a_command_at_a_revision(cached, monkeypatch, capsys):
+    from selfspec.cli import main
+
+    args = ["generate", "import os", "-m", "org/model", "-n", "3", "--profile", "none", "-q"]
+    for revision, code in (("v2", 0), ("v3", 2)):
+        monkeypatch.setattr("sys.argv", ["selfspec", *args, "--revision", revision])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+    assert "model org/model@v3 cannot be loaded" in capsys.readouterr().err
