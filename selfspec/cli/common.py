@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from selfspec.cli.devices import DeviceOptions
     from selfspec.llm.llm import LLM
 
-_LOG_LEVELS = {"quiet": logging.ERROR, "normal": logging.WARNING, "verbose": logging.INFO}
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
 
 
@@ -245,7 +244,6 @@ def quiet() -> None:
 
     With `--verbose`, print messages and warnings as libraries do, and selfspec's own notes; with `--quiet`, nothing.
     """
-    logging.getLogger("selfspec").setLevel(_LOG_LEVELS[verbosity()])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages make reading weights faster
     if verbosity() == "verbose":
