@@ -7,25 +7,21 @@ from typing import Any
 import typer.core
 
 
-class PlainCommand(typer.core.TyperCommand):
-    """A command whose flags, `--help` among them, have no type in the help."""
+class _PlainFlags:
+    """Mixin of commands whose flags, `--help` among them, have no type in the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, of which flags have an empty metavar."""
-        return _without_types(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
 
 
-class PlainGroup(typer.core.TyperGroup):
-    """A group of commands whose flags, `--help` among them, have no type in the help."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, of which flags have an empty metavar."""
-        return _without_types(super().get_params(ctx))
+class PlainCommand(_PlainFlags, typer.core.TyperCommand):
+    """A command without types of flags in its help."""
 
 
-def _without_types(params: list[Any]) -> list[Any]:
-    """Return a command's parameters, of which flags have an empty metavar."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    return params
+class PlainGroup(_PlainFlags, typer.core.TyperGroup):
+    """A group of commands without types of flags in its help."""

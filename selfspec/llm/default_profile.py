@@ -8,7 +8,7 @@ from typing import Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import available_memory
 from selfspec.models.dispatch import device_of
-from selfspec.models.families import is_lean, parts_of
+from selfspec.models.families import base_model, is_lean, parts_of
 from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
@@ -34,7 +34,7 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
         raise SelfspecError(
             f"extra_memory {extra_memory}: expected 0 or more and finite, as a share of the model's bytes"
         )
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = base_model(model)
     head = model.get_output_embeddings()
     if head is None or device_of(head).type != "cpu":
         return None

@@ -104,7 +104,7 @@ def _packed(values: Bytes, bits: int) -> Bytes:
     low = values & 15
     parts = [low[..., :16] | low[..., 16:] << 4]
     if bits > 4:
-        each = 8 // (bits - 4)  # upper bits of so many values in a byte
+        each = 8 // (bits - 4)  # values whose upper bits share a byte
         upper = (values >> 4).reshape(*values.shape[:2], -1, each)
         shifts = np.arange(each, dtype=np.uint8) * np.uint8(bits - 4)
         parts.append(np.bitwise_or.reduce(upper << shifts, -1))

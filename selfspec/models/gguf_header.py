@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -87,7 +88,8 @@ def read_header(path: Path) -> Header:
 def model_files(path: Path) -> list[Path]:
     """Return all files of the model that a GGUF file is part of, in order: by their names, as llama.cpp splits models.
 
-    Raises `SelfspecError` if the file is part of a split model whose other files cannot be told or are missing.
+    Raises `SelfspecError` if the file is part of a split model whose other files are missing, or cannot be
+    derived from its name.
     """
     parts = _read_one(path).metadata.get("split.count", 1)
     if parts in (0, 1):
@@ -108,12 +110,19 @@ def model_files(path: Path) -> list[Path]:
 
 
 def _read_one(path: Path) -> Header:
+    """Return the header of one file, read again only if the file's size or modification time has changed."""
+    try:
+        stat = path.stat()
+        return _parsed(path, stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise SelfspecError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+@lru_cache(maxsize=_MOST_FILES)
+def _parsed(path: Path, size: int, _modified: int) -> Header:
     try:
         with path.open("rb") as file:
             header = _Reader(file, path).header()
-            size = path.stat().st_size
-    except OSError as error:
-        raise SelfspecError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (struct.error, UnicodeDecodeError, IndexError):
         raise SelfspecError(f"{path}: cut off or broken: its header cannot be read; fetch the file again") from None
     end = max((_end(name, tensor) for name, tensor in header.tensors.items()), default=0)
@@ -129,16 +138,16 @@ def _end(name: str, tensor: Tensor) -> int:
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    known = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
-    if tensor.type not in known:
+    if tensor.type not in GGML_QUANT_SIZES:
         raise SelfspecError(
             f"{tensor.path}: tensor {name} is of type {tensor.type}, which gguf does not know; expected one of "
             f"{', '.join(kind.name for kind in GGMLQuantizationType if kind.name[0] in 'QFB')}"
         )
-    values, size = known[tensor.type]
+    quantization = GGMLQuantizationType(tensor.type)
+    values, size = GGML_QUANT_SIZES[quantization]
     if tensor.shape and tensor.shape[0] % values:
         raise SelfspecError(
-            f"{tensor.path}: tensor {name} of type {GGMLQuantizationType(tensor.type).name} has rows of "
+            f"{tensor.path}: tensor {name} of type {quantization.name} has rows of "
             f"{tensor.shape[0]} weights; expected a multiple of {values}"
         )
     return tensor.start + prod(tensor.shape) // values * size

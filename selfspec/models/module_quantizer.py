@@ -62,10 +62,16 @@ def quantizer_of(model: Any, inputs: Inputs | None = None, kernel: Kernel | None
 
 @dataclass(frozen=True, slots=True)
 class _Quantizable:
-    """What of a sub-layer can be quantised: groups of linears, and modules with the weights of experts."""
+    """The modules of a sub-layer that can be quantised: groups of linears, and modules with the weights of experts."""
 
     groups: Sequence[Group]
     experts: Sequence[ExpertParts]
+
+    def bytes(self, bits: Bits) -> int:
+        """Return the bytes that these modules' weights take in `bits`."""
+        linears = [module for group in self.groups for module in group.modules]
+        experts = [bytes_of_experts(parts, bits) or 0 for parts in self.experts]
+        return sum([*(bytes_of(bits, m.out_features, m.in_features) for m in linears), *experts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,7 @@ class ModuleQuantizer(WeightQuantizer):
     def bytes(self, index: int, part: SubLayer, bits: Bits, int4: Int4Weights | None = None) -> int | None:
         """Return the bytes of a layer's quantised attention or MLP; None if it cannot be quantised to `bits`."""
         own = self._quantizable(index, part, bits)
-        if own is None:
-            return None
-        linears = [module for group in own.groups for module in group.modules]
-        experts = [bytes_of_experts(parts, bits) or 0 for parts in own.experts]
-        return sum([*(bytes_of(bits, m.out_features, m.in_features) for m in linears), *experts])
+        return None if own is None else own.bytes(bits)
 
     def sublayer(
         self,
@@ -103,8 +105,8 @@ class ModuleQuantizer(WeightQuantizer):
 
         Linears that cannot be quantised to `bits`, such as adapters of a low rank, keep their own forwards.
         """
-        own, nbytes = self._quantizable(index, part, bits), self.bytes(index, part, bits)
-        if own is None or nbytes is None:
+        own = self._quantizable(index, part, bits)
+        if own is None:
             return None
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for group in own.groups:
@@ -112,7 +114,7 @@ class ModuleQuantizer(WeightQuantizer):
             forwards.update(_forwards_of(group, made.modules[0].fused.product))
         for parts in own.experts:
             forwards[parts.module] = _experts_forward(self.experts(parts, bits))
-        return forwards, nbytes
+        return forwards, own.bytes(bits)
 
     def head_bytes(self, bits: Bits) -> int | None:
         """Return the bytes that the quantised head takes; None if it cannot be quantised to `bits`."""
@@ -166,14 +168,14 @@ class ModuleQuantizer(WeightQuantizer):
         total = self.head_bytes(bits)
         for index in range(len(self.structure.layers)):
             for part in SUB_LAYERS:
-                own, nbytes = self._quantizable(index, part, bits), self.bytes(index, part, bits)
-                if total is None or own is None or nbytes is None or own.experts:
+                own = self._quantizable(index, part, bits)
+                if total is None or own is None or own.experts:
                     return None
-                total += nbytes
+                total += own.bytes(bits)
         return total
 
     def _quantizable(self, index: int, part: SubLayer, bits: Bits) -> _Quantizable | None:
-        """Return what of a sub-layer can be quantised to `bits`; None if that is the smaller part of its weights."""
+        """Return the modules of a sub-layer to quantise; None if they hold the smaller part of its weights."""
         module = (self.structure.attention if part == "attention" else self.structure.mlp)[index]
         groups = [group for parent in module.modules() for group in self._groups_of(parent, bits)]
         experts = [parts for parts in map(_expert_parts, module.modules()) if parts and bytes_of_experts(parts, bits)]

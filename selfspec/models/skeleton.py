@@ -34,7 +34,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class ModelOutline(Protocol):
-    """What is known of a model whichever runtime runs it: a `Skeleton`, or the `Outline` of a model of any family.
+    """The sizes, identity and modules of a model: a `Skeleton`, or an `Outline` for a model of any family.
 
     An `Outline` raises `UnsupportedModelError` for what takes the model apart:
     `parts`, `blocks`, `norms`, `quantizer` and `gain`.

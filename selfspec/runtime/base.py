@@ -46,7 +46,7 @@ class Runtime(Protocol):
 
     @property
     def skeleton(self) -> ModelOutline:
-        """What is known of the model."""
+        """The model's sizes, identity and modules, as far as they are known."""
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
         """Return another runtime over the same model, with its own cache for `rows` sequences.
@@ -217,12 +217,7 @@ class CachedRuntime(ABC):
 
     @contextmanager
     def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
-        """Lock the runtime for one caller, which needs `slots` cache slots per row.
-
-        Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
-
-        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
-        """
+        """Lock the runtime for one caller, as `Runtime.session` does."""
         self.turn_lock.acquire()
         try:
             for row in range(0 if reuse else self.rows):
@@ -234,11 +229,7 @@ class CachedRuntime(ABC):
             self.turn_lock.release()
 
     def reserve(self, slots: int) -> None:
-        """Grow the cache to at least `slots` slots per row, keeping committed slots. Call within a session.
-
-        Raises `SelfspecError` if memory runs out, or if a paged cache has fewer slots per row. Committed slots are kept
-        after an error, too.
-        """
+        """Grow the cache as `Runtime.reserve` does."""
         if slots <= self.cache.slots:
             return
         if self.pool is not None:

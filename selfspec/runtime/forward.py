@@ -171,16 +171,7 @@ class LeanRuntime(CachedRuntime):
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run `tokens` `[B, n]` through the model, or along a draft `path` that `compile` returned.
-
-        `positions` and `slots` are `[B, n]`, or an int: consecutive numbers from the int on, the same for every row.
-        `slots` defaults to the positions. `mask` `[B, n, S]` is true where a token attends to one of the first S slots;
-        by default a token attends to all slots up to its own slot. Keys and values are written before they are read.
-        `rows` selects B cache rows. `logits`: whether to compute logits for all tokens, only for the last token of each
-        row, or for none (None). `hidden`: layers whose input hidden states are returned (the number of layers: the last
-        layer's output). `between`: layers whose hidden states between attention and MLP are returned. A skipped
-        sub-layer adds nothing to the residual stream and writes no keys or values.
-        """
+        """Run `tokens` as `Runtime.forward` does."""
         if rows.indices(self.rows) == (0, self.rows, 1):
             rows = ALL_ROWS
         batch, n = tokens.shape
@@ -214,12 +205,7 @@ class LeanRuntime(CachedRuntime):
         hidden: Sequence[int] = (),
         logits: bool = True,
     ) -> list[ForwardOutput]:
-        """Run one pass over drafts of several sequences, one cache row each.
-
-        Returns an output `[1, 1 + m, ..]` for each draft of m tokens: the draft's root comes first, then its tokens. On
-        a native path each output is bitwise equal to the output of a pass over this draft alone. `logits`: whether to
-        compute logits. `path` and `hidden` are as in `forward`.
-        """
+        """Run drafts as `Runtime.forward_drafts` does, in one native pass where there is one."""
         compiled = self._full if path is None else path
         assert isinstance(compiled, LeanPath)
         if self._native is not None and compiled.native is not None and self._min_window is None:

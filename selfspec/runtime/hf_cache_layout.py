@@ -1,4 +1,4 @@
-"""What a model keeps for each layer between passes: keys and values of some shape, an indexer's keys, a state."""
+"""The layout of a model's cache: each layer's keys and values, keys of an indexer, and state."""
 
 from __future__ import annotations
 

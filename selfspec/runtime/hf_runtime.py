@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
+from selfspec.models.families import base_model
 from selfspec.models.families.base import Block
 from selfspec.models.families.common import windows_of
 from selfspec.models.low_precision import Kernel
@@ -62,7 +63,7 @@ class GenericRuntime(CachedRuntime):
     _paths: GenericPaths
 
     def __init__(self, model: Any, *, rows: int = 1, kernel: Kernel | None = None) -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = base_model(model)
         self._structure = find_structure(self.model)
         if self.model.get_output_embeddings() is None:
             raise UnsupportedModelError(
@@ -71,17 +72,12 @@ class GenericRuntime(CachedRuntime):
         self.layers = len(self._structure.layers)
         self._forward_params = inspect.signature(self.model.forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in self._forward_params else "cache_params"
-        self._output_lengths: dict[
-            nn.Module, int | None
-        ] = {}  # length of a sub-layer's output tuple; None: a single tensor
+        # The length of each sub-layer's output tuple; None: a single tensor.
+        self._output_lengths: dict[nn.Module, int | None] = {}
         self._windows = windows_of(decoder_part(self.model.config), self.layers)
         self.trees = True  # until tested
         self.trees = self._probed(kernel)
         self._reset(rows)
-
-    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Self:
-        """Return another runtime as `Runtime.with_new_cache` does."""
-        return super().with_new_cache(rows=rows, blocks=blocks, pool=pool)
 
     @property
     def stateful(self) -> bool:

@@ -26,12 +26,13 @@ def propose_guided(drafter: Drafter, seqs: Sequence[SequenceState], limits: Sequ
 
     A drafter that never drafts keeps guides from drafting, too: decoding is plain.
     """
-    guided = drafter.drafts
-    drafts = [guide_draft(seq, limit) if guided else NO_DRAFT for seq, limit in zip(seqs, limits, strict=True)]
+    if not drafter.drafts or all(seq.continuation is None for seq in seqs):
+        return drafter.propose(seqs, limits)
+    drafts = [guide_draft(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
     asked = [i for i, draft in enumerate(drafts) if len(draft) < LEAST]
     if asked:
         proposed = drafter.propose([seqs[i] for i in asked], [limits[i] for i in asked])
         for i, draft in zip(asked, proposed, strict=True):
-            if len(draft):
+            if len(draft) or not len(drafts[i]):
                 drafts[i] = draft
     return drafts

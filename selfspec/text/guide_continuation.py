@@ -29,10 +29,17 @@ class Continuation:
         self._prompt, self._end = prompt, end
         starts = [tokenizer.tokenize_bytes(bytes([byte])) for byte in _STARTS] if json else []
         self._starts = starts if all(len(ids) == 1 for ids in starts) else []
+        self._latest: tuple[list[int], int, list[int]] = ([], 0, [])  # new tokens, `most`, and what was proposed
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Return at most `most` likely tokens after prompt and new tokens `tokens`; none where the grammar is free."""
         new = list(tokens[self._prompt :])
+        if self._latest[0] != new or self._latest[1] < most:
+            self._latest = new, most, self._forced(new, most)
+        return self._latest[2][: max(most, 0)]
+
+    def _forced(self, new: Sequence[int], most: int) -> list[int]:
+        """Return at most `most` likely tokens after the new tokens `new`."""
         matcher = self._state.matcher
         if most < 1 or matcher.is_error() or not self._state.follow(new):
             return []

@@ -10,7 +10,7 @@ import torch
 
 
 class FakeCuda:
-    """What was asked for: `streams` that were made, `captures` as (stream, pool), `replays`, and events' `stamps`."""
+    """Record of calls: the `streams` made, `captures` as (stream, pool), `replays`, and events' `stamps`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[Any] = []

@@ -144,12 +144,12 @@ def rope() -> None:
         tables = (cos, sin, partner_of(partner, dim, qkv.device))
         rope_and_write(qkv, tables, positions, slots, q, (keys, values), 1)
         x = qkv.view(batch, n, -1, dim).double()
-        turned = x * cos[positions].double() + x[..., tables[2]] * sin[positions].double()
-        expected = turned[:, :, :heads].transpose(1, 2).reshape(q.shape)
+        rotated = x * cos[positions].double() + x[..., tables[2]] * sin[positions].double()
+        expected = rotated[:, :, :heads].transpose(1, 2).reshape(q.shape)
         near(q, expected, NEAR[dtype])
         for row, token in itertools.product(range(batch), range(n)):
             slot = int(slots[row, token])
-            near(keys[1 + row, :, slot], turned[row, token, heads:-kv_heads], NEAR[dtype])
+            near(keys[1 + row, :, slot], rotated[row, token, heads:-kv_heads], NEAR[dtype])
             assert torch.equal(values[1 + row, :, slot].double(), x[row, token, -kv_heads:])
         assert not keys[0].any()
         assert int(values[1:3].any(-1).sum()) == batch * n * kv_heads

@@ -67,7 +67,12 @@ def is_lean(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
+def base_model(model: Any) -> Any:
+    """Return the model that PEFT wraps, whose modules hold the adapters; any other model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def parts_of(model: Any) -> Parts:
     """Return the modules (`Parts`) of a loaded model. Raises `UnsupportedModelError` for an unsupported model."""
     family = find_family(getattr(model, "config", None), type(model).__name__)
-    return family.parts(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    return family.parts(base_model(model))

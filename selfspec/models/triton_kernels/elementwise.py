@@ -58,14 +58,14 @@ def rope_kernel(
     else:
         angle = tl.load(positions + token) * DIM + at
         y = tl.load(source + tl.load(partner + at, mask=inside, other=0), mask=inside, other=0.0).to(tl.float32)
-        turned = (x.to(tl.float32) * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-        turned = turned.to(tl.float32) + y * tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        turned = turned.to(x.dtype)
+        rotated = (x.to(tl.float32) * tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        rotated = rotated.to(tl.float32) + y * tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        rotated = rotated.to(x.dtype)
         if head < HEADS:
-            tl.store(q + ((row * HEADS + head) * n + token % n) * DIM + at, turned, mask=inside)
+            tl.store(q + ((row * HEADS + head) * n + token % n) * DIM + at, rotated, mask=inside)
         else:
             to = keys + cache_row * key_row + (head - HEADS) * key_head + slot * key_slot
-            tl.store(to + at * key_dim, turned, mask=inside)
+            tl.store(to + at * key_dim, rotated, mask=inside)
 
 
 def rope_and_write(

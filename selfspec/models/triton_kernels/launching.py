@@ -1,4 +1,4 @@
-"""What all kernels share: dtypes of products, and how large blocks are."""
+"""Constants and helpers of all Triton kernels: the dtypes of products, and the sizes of blocks."""
 
 from __future__ import annotations
 
