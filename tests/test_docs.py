@@ -18,7 +18,7 @@ from selfspec.cli.app import app
 from selfspec.profile import parse_profile
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = [path for path in DOCS if path.name not in ("CONTRIBUTING.md", "extending.md")]  # the latter has its own test
 NOT_RUN = {
     "hub": "needs a model or prompts of the hub",
@@ -148,7 +148,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("path", [p for p in DOCS if p.parent != ROOT and p.name != "README.md"], ids=named)
 def test_every_page_is_found_from_the_index(path):
-    assert f"]({path.name})" in (ROOT / "docs/README.md").read_text()
+    assert f"]({path.relative_to(ROOT / 'docs')})" in (ROOT / "docs/README.md").read_text()
 
 
 def commands():

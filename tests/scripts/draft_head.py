@@ -1,4 +1,4 @@
-"""The table of draft heads in docs/speed.md: what a draft step costs when only some of the vocabulary is ever drafted.
+"""The table of draft heads in docs/notes/speed.md: a draft step's cost when only some of the vocabulary is drafted.
 
     python tests/scripts/draft_head.py
 

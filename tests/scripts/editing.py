@@ -54,16 +54,22 @@ def name_in(code: str) -> str:
     return names.most_common(1)[0][0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    rows = []
+def prompts() -> list[str]:
+    """What is asked for, with each function."""
+    found = []
     for module in MODULES:
         for code in functions(module)[:3]:
             asked = f"Write this Python code again, with the name `{name_in(code)}` replaced by `renamed`."
             asked += " Change nothing else."
-            rows.append({"task": "editing", "prompt": f"{asked}\n\n```python\n{code}\n```"})
+            found.append(f"{asked}\n\n```python\n{code}\n```")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    rows = [{"task": "editing", "prompt": prompt} for prompt in prompts()]
     given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} prompts: {given.out}")
 

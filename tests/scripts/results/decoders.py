@@ -1,9 +1,9 @@
-"""What `llama_cpp.py` compares: one process for each kind of decoder, asked one thing after the other on its input.
+"""One process for each kind of decoder that is compared: it is asked one thing after the other on its input.
 
-    python compared_decoders.py KIND SETTINGS
+    python decoders.py KIND SETTINGS
 
-A line of JSON asks for tokens, and one answers. Each kind imports what it needs and no more, as llama.cpp has an
-environment of its own.
+A line of JSON asks for tokens, and one answers. Each kind imports what it needs and no more, as llama.cpp and
+openvino-genai have environments of their own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-
-sys.path.pop(0)  # this folder, where `llama_cpp` is another file
 
 Noted = Iterator[tuple[int, float]]
 """New tokens, each with the time that it came at."""
@@ -25,28 +24,40 @@ LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 
 def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
-    """Plain decoding, or the profile's drafter where one is given, on the layout of the weights that is fastest."""
+    """The drafters of `given["drafts"]`, under the guard as in `generate`: `METHOD`, `METHOD@PROFILE` or `default`."""
     import torch
 
     torch.set_num_threads(given["threads"])
     import selfspec
     from selfspec.engine.loop import decode
+    from selfspec.llm.default_profile import default_profile
+    from selfspec.profile import read_profile
+    from selfspec.profile.method_profiles import by_method
     from selfspec.speculation.sampling import Sampler
     from selfspec.speculation.sequence import SequenceState
 
-    llm = selfspec.load(
-        given["model"], dtype=given["dtype"], profile=given["profile"] or "none", layout=given["layout"]
-    )
-    print(f"selfspec: {given['dtype']}, {given['threads']} threads, weights by {llm.layout}", file=sys.stderr)
+    llm = selfspec.load(given["model"], dtype=given["dtype"], profile="none", drafting=True, quantized_drafts=True)
+    identity = llm.runtime.skeleton.identity
+    held = f", weights held in {llm.held}" if llm.held else ""
+    print(f"selfspec: {given['dtype']}, {given['threads']} threads, weights by {llm.layout}{held}", file=sys.stderr)
 
-    def run(prompt: list[int], new: int, temperature: float) -> Noted:
-        sampler = Sampler(temperature=temperature, seed=1 if temperature else None)
-        ends = llm.runtime.skeleton.ends if new < 0 else frozenset()
-        for outcome in decode(llm.runtime, llm.drafter, SequenceState(list(prompt), abs(new), sampler, ends)):
-            now = time.perf_counter()
-            yield from ((token, now) for token in outcome.tokens)
+    def method(named: str) -> Decode:
+        name, _, file = named.partition("@")
+        profile = read_profile(Path(file)) if file else None
+        chosen = default_profile(llm.model, identity) if name == "default" else by_method(name, profile, identity)
+        assert chosen is not None, name
+        drafter = llm.guarded_drafter(chosen)
 
-    return {"selfspec": run}
+        def run(prompt: list[int], new: int, temperature: float) -> Noted:
+            ends = llm.runtime.skeleton.ends if new < 0 else frozenset()
+            state = SequenceState(list(prompt), abs(new), Sampler(temperature=temperature), ends)
+            for outcome in decode(llm.runtime, drafter, state):
+                now = time.perf_counter()
+                yield from ((token, now) for token in outcome.tokens)
+
+        return run
+
+    return {name: method(named) for name, named in given["drafts"].items()}
 
 
 class Clock:
@@ -91,9 +102,8 @@ def transformers_methods(given: dict[str, Any]) -> dict[str, Decode]:
         return run
 
     return {
-        "generate": method(),
-        "prompt lookup": method(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "early exit": method(assistant_early_exit=model.config.num_hidden_layers // 2),
+        "transformers": method(),
+        "transformers, prompt lookup": method(prompt_lookup_num_tokens=LOOKUP_TOKENS),
     }
 
 
@@ -135,14 +145,69 @@ def llama_cpp_methods(given: dict[str, Any]) -> dict[str, Decode]:
             yield tokens[0], time.perf_counter()
         lib.llama_sampler_free(chain)
 
-    return {"llama.cpp": run, "": lambda *_: iter([(id(quiet), 0.0)])}  # which keeps the callback
+    return {given["name"]: run, "": lambda *_: iter([(id(quiet), 0.0)])}  # which keeps the callback
 
 
-WORKERS = {"selfspec": selfspec_methods, "transformers": transformers_methods, "llama.cpp": llama_cpp_methods}
+def openvino_methods(given: dict[str, Any]) -> dict[str, Decode]:
+    """openvino-genai's pipeline on a GGUF file, from token ids."""
+    import numpy as np
+    import openvino_genai as genai
+
+    settings = {"INFERENCE_NUM_THREADS": given["threads"], "INFERENCE_PRECISION_HINT": "f32"}
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # every prompt comes more than once
+    pipeline = genai.LLMPipeline(given["file"], "CPU", scheduler_config=scheduler, **settings)
+
+    class Streamer(genai.StreamerBase):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted: list[tuple[int, float]] = []
+
+        def write(self, token: int | list[int]) -> Any:
+            now = time.perf_counter()
+            self.noted += [(one, now) for one in (token if isinstance(token, list) else [token])]
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            pass
+
+    def run(prompt: list[int], new: int, temperature: float) -> Noted:
+        how = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True)
+        if temperature:
+            how.do_sample, how.temperature, how.top_p, how.top_k = True, temperature, 1.0, 2**31
+        streamer, ids = Streamer(), np.array([prompt], dtype=np.int64)
+        import openvino
+
+        tokens = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        pipeline.generate(tokens, how, streamer)
+        yield from streamer.noted
+
+    return {given["name"]: run}
+
+
+def quantise(source: str, target: str) -> None:
+    """Write a GGUF file in Q8_0 by llama.cpp."""
+    import llama_cpp as lib
+
+    how = lib.llama_model_quantize_default_params()
+    how.ftype = lib.LLAMA_FTYPE_MOSTLY_Q8_0
+    if lib.llama_model_quantize(source.encode(), target.encode(), how):
+        raise SystemExit(f"llama.cpp cannot quantise {source}")
+
+
+WORKERS = {
+    "selfspec": selfspec_methods,
+    "transformers": transformers_methods,
+    "llama.cpp": llama_cpp_methods,
+    "openvino": openvino_methods,
+}
 
 
 def main() -> None:
     """Answer what is asked, a line each."""
+    if sys.argv[1] == "quantise":
+        quantise(*sys.argv[2:])
+        return
     methods = WORKERS[sys.argv[1]](json.loads(sys.argv[2]))
     print("ANSWER {}", flush=True)
     for line in sys.stdin:
