@@ -172,7 +172,10 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], eval_set: H
     }
     watch.stage("choosing among the best few", len(eligible) * len(prompts))
     runs = interleave(methods, prompts, rounds=1, on_run=_counted(search), go_on=_in_time(deadline))
-    return eligible[max(range(len(eligible)), key=lambda i: runs.speedup(str(i), "0")[0])]
+    ratios = [runs.speedup(str(i), "0")[0] for i in range(len(eligible))]
+    for score, ratio in zip(eligible, ratios, strict=True):
+        watch.say(f"finalist: {score.path.summary}: {ratio:.2f}x the first one's speed, measured")
+    return eligible[ratios.index(max(ratios))]
 
 
 def _measured(search: Search, profile: Profile, eval_set: HeldOut) -> Measurement | None:

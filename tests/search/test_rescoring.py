@@ -78,6 +78,16 @@ def test_the_best_by_other_texts_is_taken_as_it_was_scored(search, monkeypatch):
     assert Told.asked[0][1] == [tuple(prompt) for prompt in PROMPTS]
 
 
+def test_every_finalist_is_named_with_its_speed_on_other_texts(search, monkeypatch):
+    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    watch, said = SilentSearch(), []
+    watch.say = said.append
+    best_rescored(search(watch=watch), COSTS, None, PROMPTS, SCORES)
+    assert said == [
+        f"finalist: {path.summary}: {speed:.2f}x predicted on other texts" for path, speed in Told.speeds.items()
+    ]
+
+
 @pytest.mark.parametrize(("better", "kept"), [(0.5 * (CLEARLY - 1), True), (2 * (CLEARLY - 1), False)])
 def test_what_a_search_starts_from_stays_unless_another_is_clearly_faster(search, monkeypatch, better, kept):
     """A little more on a few texts is noise."""
