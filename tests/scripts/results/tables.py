@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def ratio(values: list[float] | None) -> str:
 def condition(found: dict[str, Any]) -> str:
     """Where, when and how the figures were measured."""
     where = f"{found['machine']}: {found['processor']}, {found['instruction_set']}, {found['threads']} threads"
-    rounds = max(
-        of["rounds"] for some in found["results"].values() for methods in some.values() for of in methods.values()
-    )
-    what = f"{found['model']}; {found['source']}, up to {found['new_tokens']} tokens each; rounds: {rounds}"
+    what = f"{found['model']}; {found['source']}, up to {found['new_tokens']} tokens each"
+    if "results" in found:
+        methods = [of for some in found["results"].values() for one in some.values() for of in one.values()]
+        what += f"; rounds: {max(of['rounds'] for of in methods)}"
     return f"*{where}; {what}; {found['date']}, commit {found['commit']}; `{found['command']}`.*"
 
 
@@ -86,7 +87,36 @@ def lengths(found: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-RENDERED = {"questions": whole, "editing": whole, "builtin": whole, "documents": lengths}
+def together(found: dict[str, Any]) -> str:
+    """Of each batch size and method: speed, ratio to plain batched decoding, latency, equal texts."""
+    rows = [["together", "method", "tokens/s", "/ plain", "worst and best round", "latency of a text, s", "same text"]]
+    plain = {row["size"]: row["each"] for row in found["rows"] if row["method"] == "plain"}
+    for row in found["rows"]:
+        each = [a / b for a, b in zip(row["each"], plain[row["size"]], strict=True)]
+        rows.append([str(row["size"]), "selfspec" if row["method"] == "adaptive" else row["method"]])
+        rows[-1] += [f"{row['tokens_per_second']:.1f}", f"{row['ratio']:.2f}", f"{min(each):.2f} to {max(each):.2f}"]
+        rows[-1] += [f"{row['latency']:.2f}", f"{row['same']} of {row['prompts']}"]
+    return table(rows)
+
+
+def schemas(found: dict[str, Any]) -> str:
+    """Of each schema: speeds with and without drafts, and their ratio."""
+    rows = [["schema", "tokens/s, plain", "tokens/s, drafted", "/ plain", "tokens", "rounds", "same text"]]
+    for row in found["rows"]:
+        rows.append([row["schema"], f"{row['plain']:.1f}", f"{row['drafted']:.1f}", f"{row['ratio']:.2f}"])
+        rows[-1] += [str(row["tokens"]), f"{row['rounds']:.0f}", "yes" if row["same"] else "no"]
+    rows.append(["median", "", "", f"{statistics.median(row['ratio'] for row in found['rows']):.2f}", "", "", ""])
+    return table(rows)
+
+
+RENDERED = {
+    "questions": whole,
+    "editing": whole,
+    "builtin": whole,
+    "documents": lengths,
+    "batches": together,
+    "guided": schemas,
+}
 
 
 def rendered(name: str) -> str:
