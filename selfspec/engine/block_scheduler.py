@@ -96,8 +96,8 @@ class ContiguousAllocator:
             cache.copy(best, seq.row, seq.num_cached, shared[best])
             seq.num_cached = shared[best]
         cache.rewind(seq.row, seq.num_cached)
-        if reuse:
-            cache.tokens[seq.row] = seq.tokens  # the same list object, which rounds extend
+        # The same list object, which rounds extend; without reuse, an earlier sequence's tokens are forgotten.
+        cache.tokens[seq.row] = seq.tokens if reuse else ()
         self._taken.add(seq.row)
         return True
 

@@ -150,6 +150,16 @@ def test_a_drafter_that_reads_the_prompts_streams_has_all_of_it_read(runtime, al
     assert read == [3, len(first.tokens) + 1, len(first.tokens) + 1]
 
 
+def test_one_that_reads_hidden_states_leaves_nothing_of_the_text_before_it(runtime, alone):
+    """Its keys and values are in the row where those of an earlier text were."""
+    head, start = HiddenHead(runtime), [1, 4, 2, 9, 7, 7, 3, 5]
+    for drafter, prompt in ((PlainDrafter(), [*start, 8]), (head, [6, *start]), (PlainDrafter(), [*start, 3])):
+        seq = SequenceState(list(prompt), 8, Sampler())
+        list(decode(runtime, drafter, seq, reuse=True))
+        assert seq.tokens[len(prompt) :] == plain(alone, prompt, 8)
+        check_what_it_knows(runtime, alone)
+
+
 def test_others_forget_what_was_held_and_leave_nothing(runtime, monkeypatch):
     read, prompt = prefilled(runtime, monkeypatch), [1, 4, 2, 9]
     list(decode(runtime, PlainDrafter(), SequenceState(list(prompt), 6, Sampler()), reuse=True))
