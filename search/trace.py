@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from selfspec.controllers import Controller, DraftLoop
-from selfspec.types.draft_work import LOOKUP_WORK, Work, passes_of, steps_of
+from selfspec.types.draft_work import LOOKUP_WORK, NO_WORK, Work, passes_of, steps_of
 from selfspec.types.limits import WIDEST_DRAFT
 from selfspec.types.stats import Stats
 
@@ -110,8 +110,13 @@ def _walk(trace: Trace, controller: Controller, most: int) -> Walk:
 
 
 def steps(trace: Trace, controller: Controller, *, candidates: int = 1) -> Iterator[WalkStep]:
-    """Yield the rounds of decoding one text, in order; `controller` observes each round before the round is yielded."""
-    start, deepest = 0, WIDEST_DRAFT // candidates
+    """Yield the rounds of decoding one text, in order; `controller` observes each round before the round is yielded.
+
+    The first round drafts nothing: its token comes with the prompt's pass.
+    """
+    start, deepest = 1, WIDEST_DRAFT // candidates
+    if trace.runs:
+        yield WalkStep((), 0, 0, False, 1, NO_WORK)
     while start < len(trace.runs):
         if step := _lookup_step(trace, start, controller):
             yield step

@@ -291,6 +291,8 @@ class Guard:
     def end(self, seq: SequenceState) -> None:
         """Close the sequence's account."""
         self._accounts.pop(seq, None)
+        if self._round is not None:  # after an error in a round, the sequence may begin again
+            self._round.left.discard(seq)
         self.drafter.end(seq)
 
 

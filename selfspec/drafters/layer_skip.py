@@ -76,7 +76,7 @@ class LayerSkipDrafter(ChainDrafter):
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Start the sequence, also in the draft head below the path, if there is one."""
         super().begin(seq, prefill)
-        self.runtime.warm_up(self._compiled, seq.row, len(seq.tokens) - 1, hidden=self.hidden)
+        self.runtime.warm_up(self._compiled, seq.row, len(seq.tokens), hidden=self.hidden)
         if self.below is not None:
             self.below.texts.begin(seq, prefill)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -14,20 +13,33 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.engine.block_scheduler import memory_of
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
+from selfspec.speculation.checker import Scored
 from selfspec.speculation.drafter import Drafter, Limit
-from selfspec.speculation.drafts import Outcome
+from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.rounds import one_round
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.limits import WIDEST_DRAFT
 
 
-@dataclass(slots=True)
-class _Prefill:
-    """The prefill of one sequence: the outputs of its passes, and whether the first round is a plain decode step."""
+class _Prefilled(ModelChecker):
+    """The verifier in a sequence's first round: the prompt's pass has read its last token, so no pass is needed.
 
-    first_plain: bool
-    passes: list[ForwardOutput] = field(default_factory=list)
+    `outputs`: the prefill's output for the last token of each sequence that has taken no round yet.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.outputs: dict[SequenceState, ForwardOutput] = {}
+
+    def score(
+        self, seqs: Sequence[SequenceState], drafts: Sequence[Draft], *, hidden: Sequence[int] = ()
+    ) -> list[Scored]:
+        """Return the scores after each sequence's last token, from the output of its prefill; drafts are empty."""
+        return [self._scored(seq, draft, self.outputs[seq]) for seq, draft in zip(seqs, drafts, strict=True)]
+
+    def keep(self, seqs: Sequence[SequenceState], paths: Sequence[tuple[int, ...]]) -> None:
+        """Do nothing: the prefill has committed the last tokens."""
 
 
 class Engine:
@@ -50,9 +62,9 @@ class Engine:
         self.memory = memory_of(runtime)
         self.preempted: list[SequenceState] = []  # preempted sequences, for the caller to collect
         self._checker = ModelChecker(runtime)
-        self._prefilling: dict[SequenceState, _Prefill] = {}
+        self._prefilled = _Prefilled(runtime)
+        self._prefilling: dict[SequenceState, list[ForwardOutput]] = {}  # the outputs of the passes so far
         self._running: list[SequenceState] = []
-        self._undrafted: set[SequenceState] = set()  # sequences whose first round drafts nothing
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
@@ -76,17 +88,21 @@ class Engine:
         """The admitted sequences whose prefill is not finished."""
         return tuple(self._prefilling)
 
-    def join(self, seq: SequenceState, *, first_plain: bool = False) -> None:
-        """Admit a sequence and prefill all of its prompt but the last token, which the first round reads.
+    @property
+    def prefilled(self) -> Sequence[SequenceState]:
+        """The running sequences that have taken no round yet; the next `step` is for them alone."""
+        return tuple(self._prefilled.outputs)
 
-        With `first_plain` its first round drafts nothing, so that TTFT equals plain decoding's. Raises `SelfspecError`
-        if no row is free, or no cache can be allocated for its length.
+    def join(self, seq: SequenceState) -> None:
+        """Admit a sequence and prefill its prompt.
+
+        Raises `SelfspecError` if no row is free, or no cache can be allocated for its length.
         """
-        if not self.admit(seq, first_plain=first_plain):
+        if not self.admit(seq):
             raise SelfspecError(f"all {self.runtime.rows} rows of the cache are taken; let a sequence leave first")
         self.prefill(seq)
 
-    def admit(self, seq: SequenceState, *, first_plain: bool = False) -> bool:
+    def admit(self, seq: SequenceState) -> bool:
         """Give a sequence a cache row and slots for its tokens; return False if none is free now. `prefill` prefills.
 
         Raises `SelfspecError` if no cache can ever be allocated for its length.
@@ -94,30 +110,36 @@ class Engine:
         # A drafter that reads hidden states needs those of all prompt tokens, so no prefix may be skipped.
         if not self.memory.claim(seq, reuse=self.reuse and not self.drafter.hidden):
             return False
-        self._prefilling[seq] = _Prefill(first_plain)
+        self._prefilling[seq] = []
         return True
 
     def prefill(self, seq: SequenceState, max_tokens: int | None = None) -> int:
         """Prefill at most `max_tokens` tokens (None: all) of an admitted sequence; return how many tokens are left.
 
-        Once no token is left, the sequence takes rounds.
+        Once no token is left, the sequence takes rounds. Its first round emits the token that the logits of the last
+        pass choose: it drafts nothing and runs no pass.
         """
-        state, cache = self._prefilling[seq], self.runtime.cache
-        start, last = cache.length[seq.row], len(seq.tokens) - 1
-        end = last if max_tokens is None else min(start + max_tokens, last)
-        if end > start:
-            tokens = torch.tensor([seq.tokens[start:end]], dtype=torch.long, device=self.runtime.device)
-            rows = slice(seq.row, seq.row + 1)
-            state.passes.append(self.runtime.forward(tokens, start, rows=rows, logits=None, hidden=self.drafter.hidden))
-            cache.commit(seq.row, range(end - start - 1))
-            self.memory.mark_cached(seq)
-        if end == last:
+        passes, cache, last = self._prefilling[seq], self.runtime.cache, len(seq.tokens) - 1
+        start = cache.length[seq.row]
+        end = last + 1 if max_tokens is None else min(start + max_tokens, last + 1)
+        tokens = torch.tensor([seq.tokens[start:end]], dtype=torch.long, device=self.runtime.device)
+        output = self.runtime.forward(
+            tokens,
+            start,
+            rows=slice(seq.row, seq.row + 1),
+            logits="last" if end > last else None,
+            hidden=self.drafter.hidden,
+        )
+        if start < last:
+            passes.append(ForwardOutput(None, output.hidden).part(0, min(end, last) - start))
+        cache.commit(seq.row, range(end - start - 1))
+        self.memory.mark_cached(seq)
+        if end > last:
             self._running.append(seq)
             del self._prefilling[seq]
-            self.drafter.begin(seq, joined(state.passes))
-            if state.first_plain:
-                self._undrafted.add(seq)
-        return last - end
+            self._prefilled.outputs[seq] = output.last()
+            self.drafter.begin(seq, joined(passes))  # the output for the last token comes with the first outcome
+        return last + 1 - end
 
     def leave(self, seq: SequenceState) -> None:
         """Remove a sequence that has not ended; its tokens stay as they are. A sequence that ended has left already."""
@@ -126,20 +148,24 @@ class Engine:
             self._running.remove(seq)
         else:
             del self._prefilling[seq]
-        self._undrafted.discard(seq)
+        self._prefilled.outputs.pop(seq, None)
         self.memory.release(seq)
         if begun:
             self.drafter.end(seq)
 
     def step(self) -> list[tuple[SequenceState, Outcome]]:
-        """Run one round of every sequence that may still emit; sequences that end in it leave."""
+        """Run one round of the `prefilled` sequences, or else of all that may emit; sequences that end in it leave.
+
+        A round of `prefilled` sequences runs no pass.
+        """
         self.runtime.turn_lock.note_progress()
-        limits = self._limits()
+        limits = dict.fromkeys(self.prefilled, Limit(0)) or self._limits()
         seqs = list(limits)
         if not seqs:
             return []
-        outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
-        self._undrafted.clear()
+        checker = self._prefilled if self.prefilled else self._checker
+        outcomes = one_round(checker, self.drafter, seqs, list(limits.values()))
+        self._prefilled.outputs.clear()
         for seq in seqs:
             self.memory.mark_cached(seq)
             if not seq.remaining:
@@ -164,7 +190,7 @@ class Engine:
                         break
             if seq in self._running:
                 nodes = min(self.memory.capacity(seq) - written, WIDEST_DRAFT)
-                limits[seq] = Limit(0 if seq in self._undrafted else min(depth, nodes), nodes)
+                limits[seq] = Limit(min(depth, nodes), nodes)
         return limits
 
     def _evict(self, seq: SequenceState) -> None:

@@ -79,8 +79,9 @@ class Batch:
 
     Greedy text, and seeded text under rule `match`, does not depend on the other prompts of the batch. `add` queues a
     prompt; `step` admits waiting requests, prefills a chunk of one prompt, and runs one round of all prefilled
-    sequences. Requests with the same adapter run together; the first request with another adapter, and all requests
-    after it, wait until the running requests have ended.
+    sequences. If the chunk is a prompt's last, `step` emits that prompt's first token instead, and the next step runs
+    the round without a chunk before it. Requests with the same adapter run together; the first request with another
+    adapter, and all requests after it, wait until the running requests have ended.
 
     `memory`: GiB for the KV cache, including a draft model's; by default enough for `rows` texts of 2,048 tokens and
     for one text of `longest` tokens, but at most half of the free memory. `longest`: tokens of the longest sequence; by
@@ -112,6 +113,7 @@ class Batch:
         self._adapter = llm.adapters.named(None)
         self._waiting: deque[Request] = deque()
         self._requests: dict[SequenceState, Request] = {}
+        self._owed = False  # whether the last step emitted a first token, while the other sequences waited
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
@@ -242,8 +244,11 @@ class Batch:
         self._resources.enter_context(self._engine)
 
     def _prefill(self) -> list[Request]:
-        """Prefill a chunk of the first admitted prompt; an error ends that request alone."""
-        if not self._engine.prefilling:
+        """Prefill a chunk of the first admitted prompt; an error ends that request alone.
+
+        No chunk is read while the running sequences are owed a round, so that they wait for one chunk at most.
+        """
+        if not self._engine.prefilling or (self._owed and self._engine.running):
             return []
         seq = self._engine.prefilling[0]
         try:
@@ -265,37 +270,44 @@ class Batch:
 
     def _round(self) -> list[Request]:
         rows = len(self._engine.running)
+        self._owed = bool(self._engine.prefilled)
         if not rows:
             return []
+        scheduler = None if self._owed else self._scheduler  # a first token takes no pass
         start = clock()
         try:
-            outcomes = self._stepped(rows)
+            if scheduler is not None:
+                scheduler.begin(rows, len(self._engine.prefilling))
+            outcomes = self._stepped()
             seconds = clock() - start
-            requests = self._record(outcomes, rows)
-            if self._scheduler is not None:
-                self._scheduler.record_duration(seconds)
+            requests = self._record(outcomes, rows, scheduler)
+            if scheduler is not None:
+                scheduler.record_duration(seconds)
             return requests
         except Exception as error:
             return self._retry_alone(error)
 
-    def _stepped(self, rows: int) -> list[tuple[SequenceState, Outcome]]:
-        if self._scheduler is not None:
-            self._scheduler.begin(rows, len(self._engine.prefilling))
+    def _stepped(self) -> list[tuple[SequenceState, Outcome]]:
         outcomes = self._engine.step()
         self._requeue(self._engine.preempted)
         self._engine.preempted = []
         return outcomes
 
-    def _record(self, outcomes: Sequence[tuple[SequenceState, Outcome]], rows: int) -> list[Request]:
-        """Record the outcomes of a round of `rows` sequences; return their requests."""
+    def _record(
+        self,
+        outcomes: Sequence[tuple[SequenceState, Outcome]],
+        rows: int,
+        scheduler: BatchDraftScheduler | None = None,
+    ) -> list[Request]:
+        """Record the outcomes of a round of `rows` sequences, for the scheduler too; return their requests."""
         self.counters.rounds += 1
         requests = []
         for seq, outcome in outcomes:
             self.counters.record(rows, outcome)
-            if self._scheduler is not None:
+            if scheduler is not None:
                 drafted = 0 if outcome.draft.work == LOOKUP_WORK else outcome.draft.depth
                 accepted = 0 if GUIDE in outcome.draft.sources else outcome.accepted  # nobody looked these up
-                self._scheduler.record_draft(drafted, accepted, len(outcome.tokens), nodes=len(outcome.draft))
+                scheduler.record_draft(drafted, accepted, len(outcome.tokens), nodes=len(outcome.draft))
             request = self._requests[seq]
             request.record_round(outcome)
             requests.append(request)
@@ -311,20 +323,22 @@ class Batch:
 
     def _retry_alone(self, error: Exception) -> list[Request]:
         """Handle a failed round: run each sequence alone, end those that fail again, and requeue the others."""
-        suspects = list(self._engine.running)
+        suspects = list(self._engine.prefilled or self._engine.running)
         if len(suspects) == 1:
             return [self._failed(suspects[0], error)]
         for seq in suspects:
             self._engine.leave(seq)
-        requests = []
+        requests = [self._requests[seq] for seq in suspects]
         for seq in suspects:
             try:
                 self._engine.join(seq)
-                requests += self._record(self._stepped(1), 1)
+                for _ in range(2):  # the first round drafts nothing
+                    if seq in self._engine.running:
+                        self._record(self._stepped(), 1)
                 if seq in self._engine.running:
                     self._engine.leave(seq)
             except Exception as own:
-                requests.append(self._failed(seq, own))
+                self._failed(seq, own)
         self._requeue([seq for seq in reversed(suspects) if seq in self._requests])
         return requests
 

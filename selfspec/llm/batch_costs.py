@@ -109,13 +109,14 @@ def _rounds(
 ) -> list[_Round]:
     """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`, after a warm-up round."""
     vocabulary = runtime.skeleton.identity.vocabulary or 2
-    max_new_tokens = len(plan) + 2 * sum(plan) + 2
+    max_new_tokens = len(plan) + 2 * sum(plan) + 3
     probe = None if drafter is None else _Timed(drafter, runtime)
     samples = []
     with Engine(runtime, probe or PlainDrafter()) as engine:
         for number in range(count):
             tokens = [draw.randrange(vocabulary) for _ in range(KEYS)]
             engine.join(SequenceState(tokens, max_new_tokens, Sampler(temperature=1.0, seed=number)))
+        engine.step()  # the first tokens, which take no pass
         for i, length in enumerate((0, *plan)):
             if probe is not None:
                 probe.length, probe.seconds = length, 0.0

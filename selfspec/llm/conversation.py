@@ -26,7 +26,6 @@ class ChatModel(Protocol):
         *,
         planned: Plan | None = None,
         drafter: Drafter | None = None,
-        first_plain: bool = True,
         pieces: bool = True,
         probabilities: bool = False,
         reuse: bool = False,
@@ -102,9 +101,7 @@ class Conversation:
         self, text: str, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
     ) -> Generation:
         """Return the answer to `text` as `send` does, with the decoding options in one object."""
-        stream = self.start(
-            text, options, drafter=drafter, first_plain=False, pieces=False, probabilities=probabilities
-        )
+        stream = self.start(text, options, drafter=drafter, pieces=False, probabilities=probabilities)
         for _ in stream:
             pass
         return stream.result
@@ -116,7 +113,6 @@ class Conversation:
         *,
         planned: Plan | None = None,
         drafter: Drafter | None = None,
-        first_plain: bool = True,
         pieces: bool = True,
         probabilities: bool = False,
     ) -> Stream:
@@ -135,7 +131,6 @@ class Conversation:
             options,
             planned=planned,
             drafter=drafter,
-            first_plain=first_plain,
             pieces=pieces,
             probabilities=probabilities,
             reuse=True,

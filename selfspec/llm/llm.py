@@ -61,9 +61,7 @@ def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
 def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
     """Start a generation and return a `Stream` of its pieces of text, without waiting for the first piece.
 
-    Takes the arguments of `generate`. The first round drafts nothing, so that the first token is as fast as without
-    drafts. Under the rules `token` and `block` the random draws follow the order of the rounds; with a seed, the text
-    therefore differs from the text of `generate`.
+    Takes the arguments of `generate`, and gives the same text.
     """
     return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
 
@@ -317,7 +315,6 @@ class LLM:
             options,
             planned=planned,
             drafter=drafter,
-            first_plain=False,
             pieces=False,
             probabilities=probabilities,
         )
@@ -332,7 +329,6 @@ class LLM:
         *,
         planned: Plan | None = None,
         drafter: Drafter | None = None,
-        first_plain: bool = True,
         pieces: bool = True,
         probabilities: bool = False,
         reuse: bool = False,
@@ -341,10 +337,10 @@ class LLM:
         """Start a generation and return its `Stream`, as `stream` does, with the decoding options in one object.
 
         `planned`: the result of `plan` for this prompt and these options, used for one generation only; None: `plan` is
-        called here. `drafter`: replaces the profile's drafter. `first_plain`: the first round drafts nothing. Without
-        `pieces`, the stream yields all text at the end. `reuse`: keep the KV cache of the prefix that the prompt shares
-        with the last sequence started with `reuse`, and prefill only the tokens after that prefix. `ended`: called with
-        the whole text when the stream ends, if the stream emitted a token.
+        called here. `drafter`: replaces the profile's drafter. Without `pieces`, the stream yields all text at the end.
+        `reuse`: keep the KV cache of the prefix that the prompt shares with the last sequence started with `reuse`, and
+        prefill only the tokens after that prefix. `ended`: called with the whole text when the stream ends, if the
+        stream emitted a token.
         """
         ids = self.encode(prompt)
         planned = planned or self.plan(ids, options)
@@ -356,7 +352,7 @@ class LLM:
             ids, planned.max_new_tokens, planned.sampler, planned.final_tokens, continuation=planned.continuation
         )
         stop = with_deadline(text.push, planned.config.max_time)
-        decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, first_plain=first_plain)
+        decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop)
         rounds = self._adapter_switcher.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
         guided = options.guide is not None
         return Stream(

@@ -61,7 +61,7 @@ def timed_rounds(
 ) -> list[RoundSample]:
     """Decode a random prompt with the draft lengths in `plan`, and time each round except the first.
 
-    A first round without a draft, before those of `plan`, includes the prefill. `context`: the prompt's length in
+    The first round, before those of `plan`, is the prefill, which also emits a token. `context`: the prompt's length in
     tokens. CPU caches take several rounds to settle: a decode step without a draft can take 1.6 times as long after a
     wide pass. Raises `BusyError` while the runtime has a stream.
     """

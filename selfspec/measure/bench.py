@@ -291,7 +291,7 @@ class Benchmark:
         plain = costs.plain
         if s.plain is not s.skip:
             plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
-        rounds = [done for run in runs for done in run.log[1:]]  # the first round drafts nothing, as when streaming
+        rounds = [done for run in runs for done in run.log[1:]]  # the first round is the prefill, without a draft
         result: Json = {
             "c": costs.base / plain,
             "v": {str(w): costs.verification(w) / plain for w in WIDTHS},

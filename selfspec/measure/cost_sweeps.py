@@ -141,7 +141,7 @@ def pace(runtime: Runtime, context: int, sampler: Sampler, rng: random.Random) -
     begun = time.perf_counter()
     steps = [step.rest for step in timed_rounds(runtime, context, sampler, drafter, [0] * PACE, rng)]
     elapsed = time.perf_counter() - begun
-    return lower_quartile(steps), max(elapsed - sum(steps) - lower_quartile(steps), 0.0)
+    return lower_quartile(steps), max(elapsed - sum(steps), 0.0)
 
 
 def fit_context(runtime: Runtime, context: int) -> tuple[int, list[int]]:

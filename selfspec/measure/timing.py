@@ -109,18 +109,17 @@ def method(
     options: Options,
     *,
     keep: Callable[[Generation], None] | None = None,
-    first_plain: bool = False,
 ) -> Method:
     """Return decoding with `drafter` as a method to time, from the prompt to the text.
 
-    `keep` receives every generation. `first_plain`: whether the first round drafts nothing, as in streaming.
+    `keep` receives every generation.
     """
     timed = _Timed(drafter)
 
     def run(prompt: Prompt) -> Stats:
         timed.seconds = 0.0
         begun = time.perf_counter()
-        stream = llm.start(prompt, options, drafter=timed, first_plain=first_plain, pieces=False)
+        stream = llm.start(prompt, options, drafter=timed, pieces=False)
         ready = time.perf_counter()
         for _ in stream:
             pass

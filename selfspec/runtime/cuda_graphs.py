@@ -130,10 +130,10 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 class GraphKey(NamedTuple):
-    """The key of a captured pass: batch size, tokens per row, rounded KV length, cache rows, masks, and outputs.
+    """The key of a captured pass: batch size, tokens per row, rounded KV length, cache rows, masks, hidden states.
 
     `masks` is the batch size of the attention mask. 0 means no mask: slots equal positions and are consecutive, and
-    attention is causal. `logits` and `hidden` are as in `Runtime.forward`.
+    attention is causal. `hidden` is as in `Runtime.forward`.
     """
 
     batch: int
@@ -141,7 +141,6 @@ class GraphKey(NamedTuple):
     kv_len: int
     rows: tuple[int | None, int | None]
     masks: int
-    logits: Literal["all", "last"]
     hidden: tuple[int, ...]
 
 
@@ -202,8 +201,8 @@ class UncapturablePaths:
 class Graphs:
     """The captured passes of one cache.
 
-    A shape is captured when it first occurs. Passes without logits, or of more than `ROWS` tokens (prefill), are never
-    captured.
+    A shape is captured when it first occurs. Passes of more than `ROWS` tokens, and passes over several tokens without
+    logits for each, are never captured: they are prompts', whose lengths seldom recur.
     """
 
     def __init__(
@@ -260,7 +259,7 @@ class Graphs:
         """Return the graph key of a pass, or None if it is not to be captured."""
         batch, n, positions, slots, mask, rows, _ = pass_inputs
         ends = [start + n for start in (positions, slots) if isinstance(start, int)]
-        if logits is None or batch * n > ROWS or max(ends, default=0) > self._end:
+        if logits is None or (logits == "last" and n > 1) or batch * n > ROWS or max(ends, default=0) > self._end:
             return None
         if mask is not None:
             kv_len, masks = mask.shape[-1], len(mask)
@@ -270,7 +269,7 @@ class Graphs:
             return None
         if kv_len > self._slots:
             return None
-        return GraphKey(batch, n, self._kv_len(kv_len), (rows.start, rows.stop), masks, logits, tuple(hidden))
+        return GraphKey(batch, n, self._kv_len(kv_len), (rows.start, rows.stop), masks, tuple(hidden))
 
     def _kv_len(self, kv_len: int) -> int:
         """Return the KV length to capture for one of `kv_len`: all slots if passes read the length on the device."""
@@ -286,7 +285,7 @@ class Graphs:
             causal = inputs.mask is None
             pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows, causal)
             return self._passes.forward(
-                compiled, inputs.ids, pass_inputs, logits=shape.logits, hidden=shape.hidden, scratch=scratch
+                compiled, inputs.ids, pass_inputs, logits="all", hidden=shape.hidden, scratch=scratch
             )
 
         try:

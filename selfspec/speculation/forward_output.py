@@ -22,6 +22,13 @@ class ForwardOutput:
     hidden: dict[int, Tensor] = field(default_factory=dict)
     between: dict[int, Tensor] = field(default_factory=dict)
 
+    def last(self) -> ForwardOutput:
+        """Return the output for the last token of each batch row, `[B, 1, ..]`."""
+        hidden, between = (
+            {layer: s[:, -1:] for layer, s in streams.items()} for streams in (self.hidden, self.between)
+        )
+        return ForwardOutput(None if self.logits is None else self.logits[:, -1:], hidden, between)
+
     def part(self, row: int, n: int) -> ForwardOutput:
         """Return the output for the first n tokens of batch row `row`, `[1, n, ..]`."""
         index = (slice(row, row + 1), slice(n))

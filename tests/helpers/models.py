@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LogitsProcessor,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.loop import decode
@@ -124,6 +131,48 @@ def run(
     seq = SequenceState(list(prompt), room, sampler, ends)
     rule = find_rule(rule, sampler) if isinstance(rule, str) else rule
     outcomes = list(decode(runtime, drafter, seq, rule=rule, **options))
+    return seq.tokens[len(prompt) :], outcomes
+
+
+class Only(LogitsProcessor):  # type: ignore[misc]
+    """Allows one token alone."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.token] = 0
+        return only
+
+
+def drafting_rounds(
+    runtime: Runtime,
+    drafter: Drafter,
+    prompt: list[int],
+    room: int,
+    *,
+    sampler: Sampler | None = None,
+    ends: frozenset[int] = frozenset(),
+    rule: str | Rule | None = None,
+) -> tuple[SequenceState, Iterator[Outcome]]:
+    """A sequence whose first round, which drafts nothing, has emitted the prompt's last token, and its later rounds."""
+    sampler = sampler or Sampler()
+    seq = SequenceState(list(prompt[:-1]), room + 1, Sampler(processors=[Only(prompt[-1])]))
+    rounds = decode(runtime, drafter, seq)
+    next(rounds)
+    assert seq.tokens == list(prompt)
+    seq.sampler, seq.ends = sampler, ends
+    seq.rule = find_rule(rule, sampler) if isinstance(rule, str) else rule
+    return seq, rounds
+
+
+def run_drafting(
+    runtime: Runtime, drafter: Drafter, prompt: list[int], room: int, **options: Any
+) -> tuple[list[int], list[Outcome]]:
+    """As `run`, but already the first of the outcomes is of a round that may draft, see `drafting_rounds`."""
+    seq, rounds = drafting_rounds(runtime, drafter, prompt, room, **options)
+    outcomes = list(rounds)
     return seq.tokens[len(prompt) :], outcomes
 
 

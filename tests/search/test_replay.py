@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 from lowering import random_path
-from models import plain, run, small
+from models import drafting_rounds, plain, run, small
 from pruned import PrunedModel
 from selfspec.search.controller_grid import deepest
 from selfspec.search.replay import Replay
@@ -22,12 +22,10 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
-from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.confidence import Confidence
 from selfspec.types.draft_path import DraftPath
@@ -196,8 +194,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
 
     def real(sampler):
         drafter.controller = controller.start()
-        seq = SequenceState(list(prompt), room, sampler)
-        rounds = decode(runtime, drafter, seq, rule=RULES[rule])
+        _, rounds = drafting_rounds(runtime, drafter, prompt, room, sampler=sampler, rule=RULES[rule])
         outcome = next(rounds)
         rounds.close()
         return outcome.tokens, outcome.accepted, shown(outcome.draft.confidence)

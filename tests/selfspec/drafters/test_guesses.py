@@ -136,9 +136,9 @@ def test_right_guesses_leave_one_pass(runtime):
     drafter = LayerSkipDrafter(
         runtime, SkipSet(), FixedK(4), proposer_chain=ProposerChain([Knowing([*prompt, *text])], (1.0,) * 4)
     )
-    tokens, outcomes = run(runtime, drafter, prompt, 21)
-    assert tokens == text[:21]
-    assert {outcome.draft.work for outcome in outcomes[:-1]} == {((draft_pass(4), 1),)}
+    tokens, outcomes = run(runtime, drafter, prompt, 22)
+    assert tokens == text[:22]
+    assert {outcome.draft.work for outcome in outcomes[1:-1]} == {((draft_pass(4), 1),)}
 
 
 def test_the_dearest_work_is_never_exceeded(runtime):

@@ -75,13 +75,13 @@ def runtime():
     return LeanRuntime(small(VOCABULARY, seed=4), rows=ROWS, kernel=fake)
 
 
-def serve(runtime, drafter, seqs, *, first_plain=False):
+def serve(runtime, drafter, seqs):
     """New tokens of sequences that join one after the other, and the sources of the drafted tokens accepted."""
     sources, waiting, prompts = [], list(seqs), [len(seq.tokens) for seq in seqs]
     with Engine(runtime, drafter) as engine:
         while waiting or engine.running:
             if waiting:
-                engine.join(waiting.pop(0), first_plain=first_plain)
+                engine.join(waiting.pop(0))
             for _, outcome in engine.step():
                 sources += [outcome.draft.sources[node] for node in outcome.path if outcome.draft.sources]
     return [seq.tokens[prompt:] for seq, prompt in zip(seqs, prompts, strict=True)], sources
@@ -97,11 +97,11 @@ def sequences(guide, seed, guided=True):
 @pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "match"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_gives_the_guided_text(runtime, guide, name, seed):
-    """Alone, streamed, and in a batch whose sequences join one after the other."""
+    """Alone, and in a batch whose sequences join one after the other."""
     expected = [serve(runtime, PlainDrafter(), [seq])[0][0] for seq in sequences(guide, seed, guided=False)]
     drafter = DRAFTERS[name](runtime)
     together, sources = serve(runtime, drafter, sequences(guide, seed))
     assert together == expected
     assert GUIDE in sources or not drafter.drafts
-    streamed, _ = serve(runtime, drafter, sequences(guide, seed)[:1], first_plain=True)
-    assert streamed == expected[:1]
+    first, _ = serve(runtime, drafter, sequences(guide, seed)[:1])
+    assert first == expected[:1]

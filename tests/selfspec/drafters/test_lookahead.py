@@ -32,8 +32,8 @@ def below(draft, parent, token):
 
 def test_window_and_pool_as_the_paper_has_them(outcomes):
     levels = [[PROMPT[(i + j) % len(PROMPT)] for i in range(W)] for j in range(N - 1)]
-    pool, last, done, rounds = {}, PROMPT[-1], 0, 0
-    for outcome in outcomes:
+    pool, last, done, rounds = {}, outcomes[0].tokens[-1], 1, 0
+    for outcome in outcomes[1:]:
         draft = outcome.draft
         if NEW - done - 1 < W + N - 2:
             break  # no room for a window any more

@@ -57,9 +57,9 @@ def test_a_seed_starts_from_an_empty_table(runtime):
     drafter = RecycleDrafter(FixedK(4), candidates=2)
     first = [run(runtime, drafter, PROMPT, NEW, sampler=Sampler(temperature=0.9, seed=s))[1] for s in (5, 6, 5)]
     assert [o.draft.tokens for o in first[0]] == [o.draft.tokens for o in first[2]]
-    assert not first[0][0].draft.tokens
+    assert not first[0][1].draft.tokens
     run(runtime, drafter, PROMPT, NEW)
-    assert run(runtime, drafter, PROMPT, NEW)[1][0].draft.tokens
+    assert run(runtime, drafter, PROMPT, NEW)[1][1].draft.tokens
 
 
 def test_candidates_out_of_range():

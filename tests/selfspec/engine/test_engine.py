@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from amount import whole
 from breaking import Breaking
 from every_drafter import REPRESENTATIVES, table
@@ -202,8 +203,8 @@ def test_what_a_drafter_raises_for_one_sequence_leaves_the_others_where_they_wer
     assert emitted(seqs)[1:ROWS] == texts[1:ROWS]
 
 
-def test_the_cache_grows_for_a_longer_sequence_while_others_run(runtime, alone):
-    runtime = LeanRuntime(runtime.model, rows=2)
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_the_cache_grows_for_a_longer_sequence_while_others_run(rounds):
     short, long = [1, 4, 2, 9], [i % VOCABULARY for i in range(300)]
     first, second = (SequenceState(list(prompt), 12, Sampler()) for prompt in (short, long))
     model = small(VOCABULARY, seed=2)
@@ -211,7 +212,8 @@ def test_the_cache_grows_for_a_longer_sequence_while_others_run(runtime, alone):
     runtime, alone = LeanRuntime(model, rows=2), LeanRuntime(model)
     with Engine(runtime, LayerSkipDrafter(runtime, SKIP, FixedK(3))) as engine:
         engine.join(first)
-        engine.step()
+        for _ in range(rounds):
+            engine.step()
         slots = runtime.cache.slots
         engine.join(second)
         assert runtime.cache.slots > slots
@@ -250,21 +252,93 @@ def test_a_draft_beyond_its_limit_is_refused(alone, draft):
         def propose(self, seqs, limits):
             return [draft] * len(seqs)
 
-    seq = SequenceState([1, 2], 3, Sampler())
+    seq = SequenceState([1, 2], 4, Sampler())
     with Engine(alone, Wide(lambda tokens: [])) as engine:
         engine.join(seq)
+        engine.step()  # the first round drafts nothing
+        first = list(seq.tokens)
         with pytest.raises(SelfspecError, match=r"Wide drafted (3|65) tokens, .*; expected at most 64 tokens, 2 deep"):
             engine.step()
-    assert seq.tokens == [1, 2]
+    assert seq.tokens == first
 
 
-def test_the_first_round_of_one_that_streams_drafts_nothing(runtime):
-    seqs = [SequenceState(list(prompt), 9, Sampler()) for prompt in PROMPTS[:2]]
+def test_the_first_token_takes_no_draft_and_no_pass_after_the_prompts(runtime, alone, monkeypatch):
+    seqs = [SequenceState(list(prompt), 9, Sampler()) for prompt in PROMPTS[:3]]
     with Engine(runtime, LayerSkipDrafter(runtime, SKIP, FixedK(2))) as engine:
-        for seq, first_plain in zip(seqs, (True, False), strict=True):
-            engine.join(seq, first_plain=first_plain)
-        assert [len(outcome.draft) for _, outcome in engine.step()] == [0, 2]
-        assert [len(outcome.draft) for _, outcome in engine.step()] == [2, 2]
+        engine.join(seqs[0])
+        engine.step()
+        for seq in seqs[1:]:
+            engine.join(seq)
+        assert engine.prefilled == tuple(seqs[1:])
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "forward", None)
+            patch.setattr(runtime, "forward_drafts", None)
+            first = {seq: outcome.tokens for seq, outcome in engine.step()}
+        assert first == {
+            seq: tuple(plain(alone, prompt, 1)) for seq, prompt in zip(seqs[1:], PROMPTS[1:3], strict=True)
+        }
+        assert engine.prefilled == ()
+        assert [len(outcome.draft) for _, outcome in engine.step()] == [2, 2, 2]
+
+
+def test_a_prompt_in_chunks_gives_the_same_first_token_and_hidden_states(runtime, alone):
+    """`begin` gets the hidden states of all prompt tokens but the last, and the first outcome those of the last."""
+    prompt, texts = PROMPTS[-1], []
+    with alone.session(len(prompt)):
+        expected = alone.forward(torch.tensor([prompt]), 0, hidden=(1, 3)).hidden
+
+    class Reading(Scripted):
+        hidden = (1, 3)
+
+        def begin(self, seq, prefill):
+            texts.append(prefill.hidden)
+
+    for chunk in (None, 1, 4, 10, len(prompt)):
+        seq = SequenceState(list(prompt), 5, Sampler())
+        with Engine(runtime, Reading(lambda tokens: [])) as engine:
+            assert engine.admit(seq)
+            while engine.prefill(seq, chunk):
+                pass
+            ((_, outcome),) = engine.step()
+        assert list(outcome.tokens) == plain(alone, prompt, 1)
+        for layer, stream in expected.items():
+            torch.testing.assert_close(texts[-1][layer], stream[:, :-1])
+            torch.testing.assert_close(outcome.step.hidden[layer], stream[:, -1:])
+
+
+def test_what_a_processor_raises_at_the_first_token_leaves_the_others_where_they_were(runtime, alone):
+    """Nothing is emitted in that round; once the failing sequence has left, all others go on."""
+
+    def broken(ids, scores):
+        raise Broken
+
+    texts, seqs = expected(alone, 0.0), sequences(0.0)
+    seqs[1].sampler = Sampler(processors=[broken])
+    with Engine(runtime, LayerSkipDrafter(runtime, SKIP, FixedK(2))) as engine:
+        engine.join(seqs[0])
+        engine.step()
+        for seq in seqs[1:3]:
+            engine.join(seq)
+        with pytest.raises(Broken):
+            engine.step()
+        assert [len(tokens) for tokens in emitted(seqs)[:3]] == [1, 0, 0]
+        engine.leave(seqs[1])
+        assert engine.prefilled == (seqs[2],)
+        while engine.running:
+            engine.step()
+    assert emitted(seqs)[0] == texts[0]
+    assert emitted(seqs)[2] == texts[2]
+
+
+def test_who_leaves_before_the_first_round_can_join_again(runtime, alone):
+    seqs = sequences(0.0)
+    with Engine(runtime, LayerSkipDrafter(runtime, SKIP, FixedK(2))) as engine:
+        engine.join(seqs[0])
+        engine.leave(seqs[0])
+        assert engine.prefilled == ()
+        assert engine.step() == []
+        serve(engine, seqs[:2])
+    assert emitted(seqs)[:2] == expected(alone, 0.0)[:2]
 
 
 def test_a_seed_starts_its_own_controller_afresh(runtime):

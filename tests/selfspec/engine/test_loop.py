@@ -230,25 +230,26 @@ def test_sampled_texts_end_where_they_should(runtime, make, rule):
     assert ended > 0
 
 
-def test_the_first_round_can_be_plain(runtime, make):
+def test_the_first_round_drafts_nothing(runtime, make):
     prompt = PROMPTS[0]
-    tokens, outcomes = run(runtime, make(prompt), prompt, 10, first_plain=True)
-    assert len(outcomes[0].draft) == 0
+    tokens, outcomes = run(runtime, make(prompt), prompt, 10)
+    assert (len(outcomes[0].draft), len(outcomes[0].tokens)) == (0, 1)
     assert tokens == plain(runtime, prompt, 10)
 
 
 def test_the_exact_pattern_of_a_perfect_draft(runtime):
-    """Draft = target and k = 2: every round emits [draft, draft, target]."""
+    """Draft = target and k = 2: every round after the first emits [draft, draft, target]."""
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(2))
-    _, outcomes = run(runtime, drafter, PROMPTS[0], 9)
-    assert [(len(o.draft), len(o.path), len(o.tokens)) for o in outcomes] == [(2, 2, 3)] * 3
-    assert len(run(runtime, drafter, PROMPTS[0], 10)[1]) == 4  # one more token: a round without room to draft
+    _, outcomes = run(runtime, drafter, PROMPTS[0], 10)
+    assert [(len(o.draft), len(o.path), len(o.tokens)) for o in outcomes] == [(0, 0, 1), *[(2, 2, 3)] * 3]
+    assert len(run(runtime, drafter, PROMPTS[0], 11)[1]) == 5  # one more token: a round without room to draft
 
 
 def test_the_exact_pattern_of_a_draft_that_is_never_right(runtime):
     drafter = DRAFTERS["always wrong"](runtime, PROMPTS[0])
-    _, outcomes = run(runtime, drafter, PROMPTS[0], 5)
+    _, outcomes = run(runtime, drafter, PROMPTS[0], 6)
     assert [(len(o.draft), len(o.path), len(o.tokens)) for o in outcomes] == [
+        (0, 0, 1),
         (3, 0, 1),
         (3, 0, 1),
         (2, 0, 1),
@@ -263,7 +264,7 @@ def test_a_runtime_without_trees_verifies_the_backbone(runtime, monkeypatch):
     tokens, outcomes = run(runtime, RandomTree(VOCABULARY, (3, 2, 1)), prompt, 12)
     assert tokens == plain(runtime, prompt, 12)
     assert all(outcome.draft.is_chain for outcome in outcomes)
-    assert outcomes[0].draft.depth == 3
+    assert outcomes[1].draft.depth == 3
 
 
 def test_outcomes_carry_the_rows_of_rejected_tokens(runtime):

@@ -156,6 +156,34 @@ def test_who_fails_ends_alone(llm):
     assert batch.free == batch.num_slots
 
 
+def test_who_fails_at_the_first_token_ends_alone(llm):
+    """The others are not read again."""
+    wrong = Options(max_new_tokens=14, logits_processor=[Failing(0)])
+    with Batch(llm, rows=3, make=MAKERS["path"]) as batch:
+        requests = [batch.add(p, wrong if i == 1 else GREEDY) for i, p in enumerate(PROMPTS[:3])]
+        finished(batch)
+    assert "ValueError: as planned" in str(requests[1].error)
+    assert not requests[1].tokens
+    assert batch.counters.evicted == 0
+    for i in (0, 2):
+        assert requests[i].tokens == llm.run(PROMPTS[i], GREEDY).tokens
+
+
+def test_first_tokens_do_not_hold_up_the_others(llm):
+    """However many prompts are read, those that decode have a round after each."""
+    with Batch(llm, rows=2, make=MAKERS["plain"]) as batch:
+        first = batch.add(PROMPTS[0], Options(max_new_tokens=12))
+        batch.step()
+        others = [batch.add(prompt, Options(max_new_tokens=1)) for prompt in PROMPTS]
+        for done in range(len(others)):
+            assert [other.done for other in others] == [True] * done + [False] * (len(others) - done)
+            assert len(first.tokens) == 1 + done
+            batch.step()
+            batch.step()
+        finished(batch)
+    assert first.tokens == llm.run(PROMPTS[0], Options(max_new_tokens=12)).tokens
+
+
 def test_text_comes_in_pieces_with_where_it_came_from(llm, alone):
     with Batch(llm, rows=2, make=MAKERS["path"]) as batch:
         by_piece, by_span = batch.add(PROMPTS[0], GREEDY), batch.add(PROMPTS[1], GREEDY)

@@ -103,6 +103,16 @@ def test_texts_are_the_same(make, temperature):
     assert tape.replayed > 3 * tape.recorded > 0
 
 
+def test_prompts_are_not_recorded_however_short():
+    tape = Tape()
+    runtime = LeanRuntime(small(VOCABULARY, seed=2), recorder=tape)
+    for n in range(2, 9):
+        run(runtime, PlainDrafter(), [1] * n, 3)
+    assert (tape.recorded, tape.replayed) == (1, 7 * 2)  # the decode step
+    run(runtime, PlainDrafter(), [1], 3)
+    assert (tape.recorded, tape.replayed) == (1, 7 * 2 + 3)  # a prompt of one token is a decode step
+
+
 @pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 def test_sequences_together(make):
     model, tape = small(VOCABULARY, seed=2), Tape()

@@ -125,7 +125,7 @@ def test_another_text_with_the_same_start_is_computed_from_the_start(monkeypatch
     other = [*PROMPT[:5], 7, 8]
     seq = SequenceState(list(other), 4, Sampler())
     list(decode(runtime, PlainDrafter(), seq, reuse=True))
-    assert passes[0] == (0, 6)
+    assert passes[0] == (0, 7)
     assert seq.tokens == [*other, *plain(runtime, other, 4)]
 
 

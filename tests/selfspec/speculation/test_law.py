@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from every_drafter import table
-from models import run, small
+from models import run_drafting, small
 from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, enumerate_outcomes
 from trained import learnt
 from transformers.generation import logits_process as hf
@@ -197,7 +197,7 @@ def deviation(runtime, make, room, *, rule, kind=Enumerating, processors=()):
     joint = {}
 
     def once(sampler):
-        return tuple(run(runtime, make(runtime), PROMPT, room, sampler=sampler, rule=rule)[0])
+        return tuple(run_drafting(runtime, make(runtime), PROMPT, room, sampler=sampler, rule=rule)[0])
 
     for text, weight in enumerate_outcomes(once, kind, processors):
         joint[text] = joint.get(text, 0.0) + weight
@@ -275,7 +275,8 @@ def test_candidates_depend_on_confidence(runtime):
     counts = set()
 
     def once(sampler):
-        _, outcomes = run(runtime, DRAFTERS["layer skip, rate"](runtime), PROMPT, 3, sampler=sampler, rule="token")
+        drafter = DRAFTERS["layer skip, rate"](runtime)
+        _, outcomes = run_drafting(runtime, drafter, PROMPT, 3, sampler=sampler, rule="token")
         counts.update((len(o.draft.confidence), len(o.draft)) for o in outcomes)
 
     for _ in enumerate_outcomes(once):
