@@ -70,13 +70,14 @@ def assert_near(ours, theirs, *, quantized_drafts=False):
 
     In bfloat16, whose errors are many and some of them large, by a share of all of it together. So are quantised
     drafts: native products round rows to int8, a value by up to 1/254 of the largest of 32, and where two ways differ
-    in a row's last bit, it may be rounded to the next step.
+    in a row's last bit, it may be rounded to the next step. A norm after a sub-layer makes these errors no smaller.
     """
     half, ours, theirs = ours.dtype == torch.bfloat16, ours.float(), theirs.float()
     known = theirs.isfinite()
     assert torch.equal(ours.isinf(), theirs.isinf())
     if half or quantized_drafts:
-        assert float((ours - theirs)[known].norm()) < 0.06 * float(theirs[known].norm())
+        allowed = 0.1 if quantized_drafts else 0.06
+        assert float((ours - theirs)[known].norm()) < allowed * float(theirs[known].norm())
         return
     scale = theirs[known].abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-4, rtol=0)
@@ -413,7 +414,7 @@ def hooked(model):
 
 NOT_PLAIN = {
     "a hook": lambda: hooked(model_of("llama")),
-    "another activation": lambda: model_of("llama", hidden_act="gelu"),
+    "another activation": lambda: model_of("llama", hidden_act="relu"),
     "heads of 8": lambda: model_of("llama", head_dim=8),
     "an odd width": lambda: model_of("llama", intermediate_size=72),
     "another layout": lambda: model_of("llama", "rows"),
