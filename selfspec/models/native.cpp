@@ -36,6 +36,8 @@ constexpr int MANY = 8;                  // of many rows: fewer stay nearer, whi
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
 constexpr int ONCE = V >= 16 ? 8 : 12;   // such rows that a weight is read once for: more wait less while it comes
 
+constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
+
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
@@ -370,7 +372,7 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) {
             weights[i] = load<K>(from + i * row, k);
-            if ((byte & 63) == 0) __builtin_prefetch(from + (O + i) * row + byte);
+            if ((byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -417,7 +419,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
     if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V >= 16 ? 3 : 1;
-    if (V >= 16) return R <= 2 ? 8 : R <= 6 ? 4 : 2;
+    if (V >= 16) return R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
 

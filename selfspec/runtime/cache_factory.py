@@ -18,9 +18,7 @@ def cache_of(
     s = skeleton.sizes
     if pool is not None:
         longest = skeleton.context + WIDEST_DRAFT
-        return PagedCache(
-            s, len(skeleton.blocks), pool, rows=rows, slots=longest, track_positions=track_positions
-        )
+        return PagedCache(s, len(skeleton.blocks), pool, rows=rows, slots=longest, track_positions=track_positions)
     return Cache(
         rows=rows,
         kv_heads=s.kv_heads,

@@ -92,13 +92,13 @@ class NativeBatch:
     One instance serves all passes over a cache. `attention_specs`: the model's, each with its rotary table.
     """
 
-    def __init__(
-        self, cache: Cache | PagedCache, attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]]
-    ) -> None:
+    def __init__(self, cache: Cache | PagedCache, attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]]) -> None:
         keys, values = cache.keys[0], cache.values[0]
         self._cache = cache
         self._windows = [spec.window for spec, _ in attention_specs]
-        self._tables = [(table.cos.float().contiguous(), table.sin.float().contiguous()) for _, table in attention_specs]
+        self._tables = [
+            (table.cos.float().contiguous(), table.sin.float().contiguous()) for _, table in attention_specs
+        ]
         self._positions = len(self._tables[0][0])
         self._specs = (SpecStruct * len(attention_specs))(
             *(
@@ -209,7 +209,6 @@ class NativeBatch:
         place.positions, place.slots = positions.buffer_info()[0], slots.buffer_info()[0]
         return self
 
-
     def _tree_masks(self, draft: Draft) -> list[Tensor]:
         """Return the additive masks `[1 + m, m]` of a tree, for each attention spec."""
         visible, depths = tree_mask(draft), torch.tensor([0, *draft.depths])
@@ -249,7 +248,9 @@ def native_pass(
     resources: list[Any] = []
     for _, device, attention, mlp in blocks:
         layer = LayerStruct()
-        if device.type != "cpu" or not (_describe_attention(layer, attention, resources) and _describe_mlp(layer, mlp, resources)):
+        if device.type != "cpu" or not (
+            _describe_attention(layer, attention, resources) and _describe_mlp(layer, mlp, resources)
+        ):
             return None
         layers.append(layer)
     return NativePass(sizes, scaling, layers, norm, resources) if resources else None

@@ -25,7 +25,12 @@ CHUNK = 256  # most tokens of one native call: keeps the workspace small, while 
 class NativeRunner:
     """Runs native passes over one KV cache with transposed keys, along draft paths that have a native pass."""
 
-    def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]]) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        cache: Cache | PagedCache,
+        attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]],
+    ) -> None:
         self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
         self._batch = NativeBatch(cache, attention_specs)
 

@@ -15,7 +15,8 @@ class RotaryTable:
     """Cosines and sines `[positions, 1, d]` of one RoPE, times `scale`: rotated x is x * cos + x[`partner`] * sin.
 
     `partner` `[d]` is the index of the dimension that each dimension is rotated with (None: the dimension d / 2 away).
-    Only the first `rotary_dim` dimensions are rotated, `interleaved` or not, see `Rope`. `keep` is the identity matrix `[d, d]`, in the dtype and on the device of the model's first layer.
+    Only the first `rotary_dim` dimensions are rotated, `interleaved` or not, see `Rope`. `keep` is the identity matrix
+    `[d, d]`, in the dtype and on the device of the model's first layer.
     """
 
     def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:

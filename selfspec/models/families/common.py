@@ -13,7 +13,6 @@ from selfspec.models.families.base import Attention, Block, GatedMlp, Mlp, Nativ
 from selfspec.models.linears import Call, Into, Onto, linear
 from selfspec.models.norms import Norm
 
-
 Part = TypeVar("Part", Attention, GatedMlp)
 
 

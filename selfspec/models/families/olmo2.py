@@ -32,8 +32,13 @@ class Olmo2(Llama):
             qkv=normed_projections(attention.qkv, q_norm, k_norm, shape_of(module)),
             add=normed_onto(layer.groups[1].module, norms.rows(layer.norms[0])),
         )
-        q_norm, k_norm = norms.data(module.q_norm), norms.data(module.k_norm)
-        return with_native(normed, before=NO_NORM, after=norms.data(layer.norms[0]), q_norm=q_norm, k_norm=k_norm)
+        return with_native(
+            normed,
+            before=NO_NORM,
+            after=norms.data(layer.norms[0]),
+            q_norm=norms.data(module.q_norm),
+            k_norm=norms.data(module.k_norm),
+        )
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP with a norm after it."""

@@ -407,14 +407,37 @@ def test_streams_between_layers_come_from_native_passes_too(name, n, path, monke
         assert_near(mine, other)
 
 
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"])
+@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+def test_activations_of_any_size_are_those_of_torch(name, act):
+    """From numbers near 0 to ones that a gate shuts, or opens, entirely."""
+    found = []
+    for layout in ("native", "rows"):
+        model = model_of(name, layout, hidden_act=act)
+        for layer in model.model.layers:
+            norm = layer.post_attention_layernorm
+            norm.weight.data = torch.logspace(-2, 2.5, norm.weight.numel())
+        runtime = LeanRuntime(model)
+        assert (runtime.compile(FULL).native is None) == (layout == "rows")
+        with runtime.session(N):
+            found.append(runtime.forward(tokens_for(0, 16), 0).logits)
+    assert_near(*found)
+
+
 def hooked(model):
     model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: out * 1.5)
+    return model
+
+
+def norm_hooked(model):
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda module, args, out: out * 1.5)
     return model
 
 
 NOT_PLAIN = {
     "a hook": lambda: hooked(model_of("llama")),
     "another activation": lambda: model_of("llama", hidden_act="relu"),
+    "a norm with a hook": lambda: norm_hooked(model_of("llama")),
     "heads of 8": lambda: model_of("llama", head_dim=8),
     "an odd width": lambda: model_of("llama", intermediate_size=72),
     "another layout": lambda: model_of("llama", "rows"),
