@@ -168,10 +168,12 @@ def _watched(block: Block, moments: Mapping[int, InputMoments]) -> Block:
         watch = into(number, lambda x, base: call(base, x))
         return lambda base, x: watch(x, base)
 
-    attention = replace(block.attention, qkv=into(0, block.attention.qkv), add=onto(1, block.attention.add), plain=None)
+    attention = replace(
+        block.attention, qkv=into(0, block.attention.qkv), add=onto(1, block.attention.add), native=None
+    )
     mlp = block.mlp
     if isinstance(mlp, GatedMlp):
-        mlp = replace(mlp, gate_up=into(2, mlp.gate_up), down=onto(3, mlp.down), plain=None)
+        mlp = replace(mlp, gate_up=into(2, mlp.gate_up), down=onto(3, mlp.down), native=None)
     elif isinstance(mlp, PlainMlp):
-        mlp = replace(mlp, up=into(2, mlp.up), down=onto(3, mlp.down))
+        mlp = replace(mlp, up=into(2, mlp.up), down=onto(3, mlp.down), native=None)
     return replace(block, attention=attention, mlp=mlp)

@@ -14,11 +14,18 @@ constexpr int64_t ROUNDED_SLOTS = 64;   // of a block of int8 copies
 // Floats that a query's scores are kept in: whole vectors, also beyond the last slot.
 static int64_t score_floats(const Place &place) { return (place.kv_len + V) / V * V + V; }
 
-// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. `mask`: from slot `from`.
+// A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. It sees slots from `first` up
+// to `kv_len`, of those from `from` on what `mask` shows. `cap`: as of a `Layer`.
 struct Query {
     const float *q, *mask;
-    int64_t kv_len, from;
+    int64_t first, kv_len, from;
+    float cap;
     float *scores, *out;
+};
+
+// The slots that some queries see: from `first`, a multiple of `V`, up to `end`.
+struct Span {
+    int64_t first, end;
 };
 
 // What of a key head lies in one block after another: `keys` [d, stride] and `values` [stride, d] of the first block in
@@ -69,9 +76,10 @@ template <typename T, int Q, int B> INLINE void score(const Query *query, const 
             const Query &one = query[j];
             const int64_t from = s + i * V, to = from + V < one.kv_len ? from + V : one.kv_len;
             floats x = scales ? a[j][i] * at(scales + i * V) : a[j][i];
+            if (one.cap) x = hyperbolic_tangent(x / one.cap) * one.cap;
             if (one.mask)
                 for (int64_t l = from > one.from ? from : one.from; l < to; l++) x[l - from] += one.mask[l - one.from];
-            x = lane < (int)one.kv_len ? x : floats{} - INFINITY;
+            x = (lane < (int)one.kv_len) & (lane >= (int)one.first) ? x : floats{} - INFINITY;
             *(floats *)(one.scores + from) = x;
         }
 }
@@ -168,26 +176,26 @@ template <typename T> static void scored(const Query *query, int64_t n, const He
     }
 }
 
-// Makes a query's scores of the first slots weights, whose sum is not 1 yet. Slots that it does not see get 0.
-INLINE void weighed(const Query &query, int64_t kv_len) {
+// Makes a query's scores of a span's slots weights, whose sum is not 1 yet. Slots that it does not see get 0.
+INLINE void weighed(float *scores, const Span &span) {
     floats most = floats{} - INFINITY;
-    for (int64_t s = 0; s < kv_len; s += V) {
-        const floats x = at(query.scores + s);
+    for (int64_t s = span.first; s < span.end; s += V) {
+        const floats x = at(scores + s);
         most = x > most ? x : most;
     }
     float largest = most[0];
     for (int i = 1; i < V; i++) largest = most[i] > largest ? most[i] : largest;
-    for (int64_t s = 0; s < kv_len; s += V) *(floats *)(query.scores + s) = exponential(at(query.scores + s) - largest);
+    for (int64_t s = span.first; s < span.end; s += V) *(floats *)(scores + s) = exponential(at(scores + s) - largest);
 }
 
-// Numbers k to `end` of n queries' outputs. Slots beyond `kv_len`, spare ones too, are not read.
-template <typename T> static void mixed_up(const Query *query, int64_t n, const Head<T> &head, int64_t d, int64_t kv_len, int64_t k, int64_t end) {
+// Numbers k to `end` of n queries' outputs. Slots beyond the span, spare ones too, are not read.
+template <typename T> static void mixed_up(const Query *query, int64_t n, const Head<T> &head, int64_t d, const Span &span, int64_t k, int64_t end) {
     constexpr bool SCALED = sizeof(T) == 1;
     float *const near = sizeof(T) < 4 ? near_tile(n, d) : nullptr;
     float sums[SHARED_QUERIES] = {};
     for (int64_t j = 0; j < n; j++)
         for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = floats{};
-    for (Tile tile(0, kv_len, head.stride); tile.next();) {
+    for (Tile tile(span.first, span.end, head.stride); tile.next();) {
         const int64_t block = head.blocks[tile.first / head.stride] * head.each, slot = tile.first % head.stride;
         const T *values = head.values + block + slot * d + k;
         const float *scales = SCALED ? head.value_scales + block / d + slot : nullptr;
@@ -203,18 +211,25 @@ template <typename T> static void mixed_up(const Query *query, int64_t n, const 
         for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = at(query[j].out + i) / sums[j];
 }
 
-// Queries `from` to `to` of one key head of a segment, whose first token is `first`; `scores`: of the first of them.
-static int64_t queries_of(const Pass &p, const Place &place, const Segment &segment, int64_t head, int64_t first, int64_t from, int64_t to, const float *qkv, float *scores, float *mixed, Query *query) {
+// Queries `from` to `to` of one key head of a segment, whose first token is `first`, and what they see; `scores`: of the first
+// of them.
+static Span queries_of(const Pass &p, const Layer &layer, const Place &place, const Segment &segment, int64_t head, int64_t first, int64_t from, int64_t to, const float *qkv, float *scores, float *mixed, Query *query) {
     const int64_t d = p.head_dim, group = p.heads / p.kv_heads, width = (p.heads + 2 * p.kv_heads) * d, room = score_floats(place);
-    int64_t longest = 0;
+    const int64_t window = place.spec[layer.spec].window;
+    Span span = {segment.kv_len, 0};
     for (int64_t j = from; j < to; j++) {
         const int64_t i = j / group, r = first + i, h = head * group + j % group;
-        const float *mask = segment.mask ? segment.mask + i * (segment.kv_len - segment.from) : nullptr;
+        const float *mask = segment.masks ? segment.masks[layer.spec] + i * (segment.kv_len - segment.from) : nullptr;
         const int64_t kv_len = mask ? segment.kv_len : place.slots[r] + 1;
-        query[j - from] = Query{qkv + r * width + h * d, mask, kv_len, segment.from, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
-        longest = kv_len > longest ? kv_len : longest;
+        int64_t begin = window ? (mask ? place.positions[r] : place.slots[r]) + 1 - window : 0;
+        begin = mask && begin > segment.from ? segment.from : begin;
+        begin = begin > 0 ? begin : 0;
+        query[j - from] = Query{qkv + r * width + head_offset(p, layer, h), mask, begin, kv_len, segment.from, (float)layer.cap, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
+        span.first = begin < span.first ? begin : span.first;
+        span.end = kv_len > span.end ? kv_len : span.end;
     }
-    return longest;
+    span.first -= span.first % V;
+    return span;
 }
 
 // One key head of those that begin at `all`.
@@ -237,25 +252,28 @@ static int64_t shared_score_floats(const Pass &p, const Place &place, int64_t th
 }
 
 template <typename T>
-static void attention_together(const Pass &p, const Place &place, const float *qkv, const Head<T> &all, float *scores, float *mixed, const Team &team) {
+static void attention_together(const Pass &p, const Layer &layer, const Place &place, const float *qkv, const Head<T> &all, float *scores, float *mixed, const Team &team) {
     const Segment &segment = place.segment[0];
-    const int64_t d = p.head_dim, n = place.n * (p.heads / p.kv_heads), room = score_floats(place), slots = (segment.kv_len + V - 1) / V * V;
+    const int64_t d = p.head_dim, n = place.n * (p.heads / p.kv_heads), room = score_floats(place);
     Query query[SHARED_QUERIES];
+    const auto queries = [&](int64_t head) { return queries_of(p, layer, place, segment, head, 0, 0, n, qkv, scores + head * n * room, mixed, query); };
+    const Span span = queries(0);  // that of all heads
+    const int64_t slots = (span.end - span.first + V - 1) / V * V;
     int64_t from = team.share(p.kv_heads * slots, V), to = team.end(p.kv_heads * slots, V);
     for (int64_t head = from / slots; from < to; head++) {
-        const int64_t first = from - head * slots, last = to - head * slots < slots ? to - head * slots : slots;
-        queries_of(p, place, segment, head, 0, 0, n, qkv, scores + head * n * room, mixed, query);
-        scored(query, n, head_of(all, segment, head, d), d, first, last < segment.kv_len ? last : segment.kv_len);
+        const int64_t first = from - head * slots, last = to - head * slots < slots ? to - head * slots : slots, end = span.first + last;
+        queries(head);
+        scored(query, n, head_of(all, segment, head, d), d, span.first + first, end < span.end ? end : span.end);
         from += last - first;
     }
     team.wait();
-    for (int64_t i = team.share(p.kv_heads * n, 1); i < team.end(p.kv_heads * n, 1); i++) weighed(Query{nullptr, nullptr, 0, 0, scores + i * room, nullptr}, segment.kv_len);
+    for (int64_t i = team.share(p.kv_heads * n, 1); i < team.end(p.kv_heads * n, 1); i++) weighed(scores + i * room, span);
     team.wait();
     from = team.share(p.kv_heads * d, V), to = team.end(p.kv_heads * d, V);
     for (int64_t head = from / d; from < to; head++) {
         const int64_t k = from - head * d, end = to - head * d < d ? to - head * d : d;
-        const int64_t kv_len = queries_of(p, place, segment, head, 0, 0, n, qkv, scores + head * n * room, mixed, query);
-        mixed_up(query, n, head_of(all, segment, head, d), d, kv_len, k, end);
+        queries(head);
+        mixed_up(query, n, head_of(all, segment, head, d), d, span, k, end);
         from += end - k;
     }
 }
@@ -263,40 +281,41 @@ static void attention_together(const Pass &p, const Place &place, const float *q
 // Attention's share of a segment: key heads times the queries that read one at once, by number.
 struct Shares {
     int64_t of_head, parts, each, items, cost;
-    Shares(const Pass &p, const Segment &segment, int64_t most)
+    Shares(const Pass &p, const Segment &segment, int64_t window, int64_t most)
         : of_head(segment.n * (p.heads / p.kv_heads)), parts((of_head + most - 1) / most), each((of_head + parts - 1) / parts), items(p.kv_heads * parts) {
-        cost = segment.kv_len + 4 * V;
+        cost = (window && window < segment.kv_len ? window : segment.kv_len) + 4 * V;
     }
 };
 
 // One of them: of the queries of the tokens from `first` on.
 template <typename T>
-static void attend_one(const Pass &p, const Place &place, const Segment &segment, const Shares &of, int64_t item, int64_t first, const float *qkv, const Head<T> &all, float *scores, float *mixed) {
+static void attend_one(const Pass &p, const Layer &layer, const Place &place, const Segment &segment, const Shares &of, int64_t item, int64_t first, const float *qkv, const Head<T> &all, float *scores, float *mixed) {
     const int64_t d = p.head_dim, head = item / of.parts, from = item % of.parts * of.each, to = from + of.each < of.of_head ? from + of.each : of.of_head;
     Query query[MOST_QUERIES];
-    const int64_t kv_len = queries_of(p, place, segment, head, first, from, to, qkv, scores, mixed, query);
+    const Span span = queries_of(p, layer, place, segment, head, first, from, to, qkv, scores, mixed, query);
     const Head<T> own = head_of(all, segment, head, d);
-    scored(query, to - from, own, d, 0, kv_len);
-    for (int64_t j = 0; j < to - from; j++) weighed(query[j], kv_len);
-    mixed_up(query, to - from, own, d, kv_len, 0, d);
+    scored(query, to - from, own, d, span.first, span.end);
+    for (int64_t j = 0; j < to - from; j++) weighed(query[j].scores, span);
+    mixed_up(query, to - from, own, d, span, 0, d);
 }
 
 // This thread's share of attention, by what it takes: neighbours, of few segments and heads.
 template <typename T>
-static void attention(const Pass &p, const Place &place, const float *qkv, const Head<T> &head, float *scores, float *shared_scores, float *mixed, const Team &team) {
-    if (shared_score_floats(p, place, team.threads)) return attention_together(p, place, qkv, head, shared_scores, mixed, team);
+static void attention(const Pass &p, const Layer &layer, const Place &place, const float *qkv, const Head<T> &head, float *scores, float *shared_scores, float *mixed, const Team &team) {
+    if (shared_score_floats(p, place, team.threads)) return attention_together(p, layer, place, qkv, head, shared_scores, mixed, team);
+    const int64_t window = place.spec[layer.spec].window;
     int64_t all = 0, before = 0, first = 0, each = place.n * p.heads / (2 * team.threads);
     each = each < 1 ? 1 : each > MOST_QUERIES ? MOST_QUERIES : each;
     for (int64_t i = 0; i < place.segments; i++) {
-        const Shares of(p, place.segment[i], each);
+        const Shares of(p, place.segment[i], window, each);
         all += of.items * of.cost;
     }
     const int64_t begin = team.share(all, 1), end = team.end(all, 1);
     for (int64_t i = 0; i < place.segments && before < end; i++) {
         const Segment &segment = place.segment[i];
-        const Shares of(p, segment, each);
+        const Shares of(p, segment, window, each);
         for (int64_t item = begin > before ? (begin - before + of.cost - 1) / of.cost : 0; item < of.items && before + item * of.cost < end; item++)
-            attend_one<T>(p, place, segment, of, item, first, qkv, head, scores, mixed);
+            attend_one<T>(p, layer, place, segment, of, item, first, qkv, head, scores, mixed);
         before += of.items * of.cost;
         first += segment.n;
     }

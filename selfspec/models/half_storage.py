@@ -178,7 +178,9 @@ def nativise_model_(model: Any, parts: Parts) -> None:
     Weights are stored in 16 bits where that is exact; a head tied to an embedding that has to stay float32 is too.
     """
     embedding, head = parts.embedding, parts.head
-    exact = type(embedding) is nn.Embedding and is_plain(embedding) and embedding.max_norm is None
+    scale = getattr(embedding, "embed_scale", None)  # of a class that only multiplies what `nn.Embedding` returns
+    scaled = type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, Tensor)
+    exact = (type(embedding) is nn.Embedding or scaled) and is_plain(embedding) and embedding.max_norm is None
     tied = getattr(embedding, "weight", None) is head.module.weight
     dtype = half_of([embedding.weight]) if exact else None
     for group in parts.groups():
@@ -191,7 +193,7 @@ def nativise_model_(model: Any, parts: Parts) -> None:
             nativise_exactly_(head)
     if dtype is not None:
         shared = head.module.blocks if tied and isinstance(head.module, HalfLinear) else None
-        model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype)))
+        model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype), scale))
     save_tied_once(model)
     for parameter in model.parameters() if held_dtypes(model) else ():
         if parameter.ndim == 1:  # a norm that would keep the whole checkpoint mapped

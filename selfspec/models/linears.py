@@ -125,6 +125,17 @@ class Moved(Wrapped):
         return self.call(x.to(self.device))
 
 
+@dataclass(frozen=True, slots=True)
+class Mapped(Wrapped):
+    """The product `call`, whose outputs `then` maps one by one."""
+
+    then: Call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the mapped product with rows `x` `[N, in]`."""
+        return self.then(self.call(x))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseOutputs(Wrapped):
     """A product with `out` outputs, of which `call` computes those at `indices`; all others are -inf."""

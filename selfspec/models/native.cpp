@@ -36,6 +36,8 @@ constexpr int MANY = 8;                  // of many rows: fewer stay nearer, whi
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
 constexpr int ONCE = V >= 16 ? 8 : 12;   // such rows that a weight is read once for: more wait less while it comes
 
+constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
+
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
@@ -66,35 +68,65 @@ struct Weight {
     const void *scale, *bias;  // no bias: null
 };
 
-// A layer: RMSNorm and linears, the gated MLP with SiLU. No `qkv`, no `before_mlp`: that sub-layer is skipped. Without
-// `before_mlp`, `down` is a bridge, linear from the stream to what is added to it, by way of `gate_up` if there is one.
+enum NormKind : int64_t { NO_NORM, RMS, LAYER };  // RMSNorm, LayerNorm
+
+// A norm of vectors of `size` numbers. `weight`, plus `plus`, and `bias` (none: null) are of the pass's kind.
+struct Norm {
+    int64_t kind, size;
+    double eps, plus;
+    const void *weight, *bias;
+};
+
+// A sub-layer: `factor` times `after` of the product of `onto` is added to the stream; `into` reads the stream by way of
+// `before`. No `onto`: the sub-layer is skipped. No `into`: `onto` reads what `into` would read.
+struct SubLayer {
+    const Weight *into, *onto;
+    Norm before, after;
+    double factor;
+};
+
+enum Activation : int64_t { LINEAR, SILU, GELU, GELU_TANH };
+
+// A layer. `spec`: which `Spec` of the place its attention has. `queries`, `keys`: norms of each head, or, as large as all of
+// them, of all heads. `apart`: queries, keys and values follow one another head by head, and not all heads of each. Scores s
+// are `cap` * tanh(s / `cap`), unless that is 0. `gated`: `mlp.into` has gates, activated, which multiply as many other
+// outputs; else all are activated. `parallel`: the MLP reads the layer's input, and not what attention adds to it.
 struct Layer {
-    const void *before_attention;
-    const Weight *qkv, *o;
-    const void *before_mlp;
-    const Weight *gate_up, *down;
+    SubLayer attention, mlp;
+    Norm queries, keys;
+    double cap;
+    int64_t spec, apart, activation, gated, parallel;
 };
 
 struct Pass {
     int64_t kind;  // of norms' weights and of the cache: FLOAT32 or BFLOAT16; all else is computed in float32
-    int64_t layers, hidden, heads, kv_heads, head_dim, intermediate;
-    double eps, scaling;  // `scaling`: of queries
+    int64_t layers, hidden, heads, kv_heads, head_dim, intermediate;  // `intermediate`: the most inputs of an MLP's `onto`
+    double scaling;  // of queries
     const Layer *layer;
-    const void *norm;  // the last one
+    Norm norm;  // the last one
+};
+
+// What attention of some layers has in common: `cos` and `sin` [positions, head_dim], of which the first `rotary_dim` numbers
+// turn, in pairs of neighbours (`interleaved`) or of two halves; a token sees the last `window` positions, its own one among
+// them (0: all).
+struct Spec {
+    const float *cos, *sin;
+    int64_t rotary_dim, interleaved, window;
 };
 
 // `n` tokens of one sequence. Its slots lie in blocks of `Place::stride`, whose numbers are in `blocks`. A token sees the
-// slots up to its own, or, with a `mask` [n, kv_len - from] of 0 and -inf, which is added to scores, all those before
-// `from`, and of those from there on what it shows. No slot from `kv_len` on is visible. The slots before `rounded` have int8
+// slots up to its own, or, with `masks`, for each `Spec` one [n, kv_len - from] of 0 and -inf, which is added to scores, all
+// those before `from`, and of those from there on what it shows. A window hides slots by their numbers: with masks, which tell
+// of it themselves, only those before `from`. No slot from `kv_len` on is visible. The slots before `rounded` have int8
 // copies already, in blocks of `ROUNDED_SLOTS` whose numbers are in `rounded_blocks`, counted through a key head: of a static
 // cache, whose rows are one block each.
 struct Segment {
     int64_t n, kv_len, from, rounded;
     const int64_t *blocks, *rounded_blocks;
-    const float *mask;
+    const float *const *masks;
 };
 
-// Where a pass's `n` tokens stand, those of a segment one after the other. `cos`, `sin` [positions, head_dim]; keys
+// Where a pass's `n` tokens stand, those of a segment one after the other. Keys
 // [layers, blocks, kv_heads, head_dim, stride] and values [layers, blocks, kv_heads, stride, head_dim]. `kv_len`: the most
 // that a segment has. The int8 copies of keys [layers, rows, kv_heads, rounded_blocks, head_dim, ROUNDED_SLOTS], of values the
 // last two the other way round, and their scales [layers, rows, kv_heads, rounded_blocks, ROUNDED_SLOTS].
@@ -103,7 +135,7 @@ struct Place {
     int64_t segments;
     const Segment *segment;
     const int64_t *positions, *slots;
-    const float *cos, *sin;
+    const Spec *spec;
     void *keys, *values;
     int8_t *rounded_keys, *rounded_values;
     float *key_scales, *value_scales;
@@ -278,6 +310,35 @@ INLINE floats exponential(floats x) {
     return none ? floats{} : y * power;
 }
 
+// tanh x, within 2 units in the last place.
+INLINE floats hyperbolic_tangent(floats x) {
+    const floats square = x * x, size = (floats)((ints)x & 0x7fffffff), large = 1.0f - 2.0f / (exponential(2.0f * size) + 1.0f);
+    floats y = floats{} - 5.70498872745e-3f;
+    y = fused(y, square, floats{} + 2.06390887954e-2f);
+    y = fused(y, square, floats{} - 5.37397155531e-2f);
+    y = fused(y, square, floats{} + 1.33314422036e-1f);
+    y = fused(y, square, floats{} - 3.33332819422e-1f);
+    return size < 0.625f ? fused(y * square, x, x) : x < 0.0f ? -large : large;
+}
+
+// The share of x that GELU leaves: (1 + erf(x / sqrt 2)) / 2 (Numerical Recipes, `erfcc`: 1.2e-7 of it).
+INLINE floats normal_distribution(floats x) {
+    const floats z = (floats)((ints)x & 0x7fffffff) * 0.70710678118654752f, t = 1.0f / (1.0f + 0.5f * z);
+    constexpr float SERIES[] = {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
+    floats y = floats{} + 0.17087277f;
+    for (const float factor : SERIES) y = fused(y, t, floats{} + factor);
+    y = 0.5f * t * exponential(y - z * z);
+    return x < 0.0f ? y : 1.0f - y;
+}
+
+INLINE floats activated_by(int64_t activation, floats x) {
+    if (activation == LINEAR) return x;
+    if (activation == GELU) return x * normal_distribution(x);
+    // (1 + tanh u) / 2 is 1 / (1 + exp(-2 u))
+    const floats u = activation == SILU ? x : 1.5957691216057308f * fused(x * x * x, floats{} + 0.044715f, x);
+    return x / (exponential(-u) + 1.0f);
+}
+
 constexpr int64_t BLOCK = 32;  // inputs of a block: of INT8's rows, and of what GGUF files hold
 constexpr bool grouped(int kind) { return kind >= BLOCKS8 && kind <= SUPER6; }
 constexpr int bits_of(int kind) {
@@ -311,7 +372,7 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) {
             weights[i] = load<K>(from + i * row, k);
-            if ((byte & 63) == 0) __builtin_prefetch(from + (O + i) * row + byte);
+            if ((byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -358,7 +419,7 @@ INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
     if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V >= 16 ? 3 : 1;
-    if (V >= 16) return R <= 2 ? 8 : R <= 6 ? 4 : 2;
+    if (V >= 16) return R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
 
@@ -534,46 +595,93 @@ private:
     }
 };
 
-template <typename T>
-static void normed(const float *x, int64_t ldx, const T *weight, double eps, float *out, int64_t n, int64_t size) {
-    for (int64_t r = 0; r < n; r++, x += ldx, out += size) {
-        floats squares = {};
-        for (int64_t k = 0; k < size; k += V) squares = fused(at(x + k), at(x + k), squares);
-        float by = (float)(1.0 / std::sqrt((double)total(squares) / size + eps));
-        for (int64_t k = 0; k < size; k += V) *(floats *)(out + k) = at(x + k) * at(weight + k) * by;
+// What a norm needs to know of a vector.
+struct Moments {
+    float mean, by;
+};
+INLINE Moments moments(const Norm &norm, const float *x) {
+    if (norm.kind == NO_NORM) return {0, 1};
+    floats sum = {}, squares = {};
+    if (norm.kind == LAYER)
+        for (int64_t k = 0; k < norm.size; k += V) sum += at(x + k);
+    const float mean = total(sum) / norm.size;
+    for (int64_t k = 0; k < norm.size; k += V) {
+        const floats off = at(x + k) - mean;
+        squares = fused(off, off, squares);
+    }
+    return {mean, (float)(1.0 / std::sqrt((double)total(squares) / norm.size + norm.eps))};
+}
+
+// Numbers k to k + V of a vector normalised.
+template <typename T> INLINE floats normed_at(const Norm &norm, const Moments &of, const float *x, int64_t k) {
+    if (norm.kind == NO_NORM) return at(x + k);
+    const floats y = (at(x + k) - of.mean) * (at((const T *)norm.weight + k) + (float)norm.plus) * of.by;
+    return norm.bias ? y + at((const T *)norm.bias + k) : y;
+}
+
+template <typename T> static void normed(const Norm &norm, const float *x, float *out, int64_t n, int64_t size) {
+    for (int64_t r = 0; r < n; r++, x += size, out += size) {
+        const Moments of = moments(norm, x);
+        for (int64_t k = 0; k < size; k += V) *(floats *)(out + k) = normed_at<T>(norm, of, x, k);
     }
 }
 
-INLINE void turn(float *head, const float *cos, const float *sin, int64_t d) {  // `sin`'s first half is negative
-    const int64_t half = d / 2;
+INLINE void turn(float *head, const Spec &spec, int64_t position, int64_t d) {  // `sin` is negative in a pair's first number
+    const float *const cos = spec.cos + position * d, *const sin = spec.sin + position * d;
+    const int64_t turning = spec.rotary_dim, half = turning / 2;
     int64_t k = 0;
-    for (; k + V <= half; k += V) {
-        floats low = at(head + k), high = at(head + half + k);
-        *(floats *)(head + k) = fused(low, at(cos + k), high * at(sin + k));
-        *(floats *)(head + half + k) = fused(high, at(cos + half + k), low * at(sin + half + k));
+    if (spec.interleaved) {
+        for (; k < turning; k += 2) {
+            const float first = head[k], second = head[k + 1];
+            head[k] = first * cos[k] + second * sin[k];
+            head[k + 1] = second * cos[k + 1] + first * sin[k + 1];
+        }
+    } else {
+        for (; k + V <= half; k += V) {
+            floats low = at(head + k), high = at(head + half + k);
+            *(floats *)(head + k) = fused(low, at(cos + k), high * at(sin + k));
+            *(floats *)(head + half + k) = fused(high, at(cos + half + k), low * at(sin + half + k));
+        }
+        for (; k < half; k++) {
+            float low = head[k], high = head[half + k];
+            head[k] = low * cos[k] + high * sin[k];
+            head[half + k] = high * cos[half + k] + low * sin[half + k];
+        }
     }
-    for (; k < half; k++) {
-        float low = head[k], high = head[half + k];
-        head[k] = low * cos[k] + high * sin[k];
-        head[half + k] = high * cos[half + k] + low * sin[half + k];
-    }
+    for (k = turning; k < d; k++) head[k] *= cos[k];
+}
+
+// Where a head's numbers begin among a row's queries, keys and values: query heads first, then key heads, then value heads.
+INLINE int64_t head_offset(const Pass &p, const Layer &layer, int64_t h) {
+    return (layer.apart ? h % p.heads * 3 + h / p.heads : h) * p.head_dim;
 }
 
 #include "attention.h"
 
-// Turns a head's queries or keys of all tokens, scales queries, and writes keys and values to the cache; `Place::rounded`: in
-// int8 too, with those before them that have no int8 copy yet.
+// Normalises and turns a head's queries or keys of all tokens, scales queries, and writes keys and values to the cache;
+// `Place::rounded`: in int8 too, with those before them that have no int8 copy yet. `joint`: of all queries, then of all keys of
+// each token, where a norm is of all heads.
 template <typename T>
-static void place_head(const Pass &p, const Place &place, int64_t h, float *qkv, T *keys, T *values, const Head<int8_t> &rounded) {
+static void place_head(const Pass &p, const Layer &layer, const Place &place, int64_t h, const Moments *joint, float *qkv, T *keys, T *values, const Head<int8_t> &rounded) {
     const int64_t d = p.head_dim, width = (p.heads + 2 * p.kv_heads) * d, stride = place.stride;
+    const bool is_query = h < p.heads, is_value = h >= p.heads + p.kv_heads;
+    Norm norm = is_query ? layer.queries : layer.keys;
+    const bool by_head = norm.size == d;
+    if (!by_head) norm.weight = (const T *)norm.weight + (is_query ? h : h - p.heads) * d;
     for (int64_t i = 0, r = 0; i < place.segments; i++)
         for (const int64_t end = r + place.segment[i].n; r < end; r++) {
             const int64_t slot = place.slots[r] % stride, block = place.segment[i].blocks[place.slots[r] / stride] * p.kv_heads;
-            float *head = qkv + r * width + h * d;
-            if (h < p.heads + p.kv_heads) turn(head, place.cos + place.positions[r] * d, place.sin + place.positions[r] * d, d);
-            if (h < p.heads) {
+            float *head = qkv + r * width + head_offset(p, layer, h);
+            if (!is_value) {
+                if (norm.kind) {
+                    const Moments of = by_head ? moments(norm, head) : joint[2 * r + !is_query];
+                    for (int64_t k = 0; k < d; k += V) *(floats *)(head + k) = normed_at<T>(norm, of, head, k);
+                }
+                turn(head, place.spec[layer.spec], place.positions[r], d);
+            }
+            if (is_query) {
                 for (int64_t k = 0; k < d; k++) head[k] *= (float)p.scaling;
-            } else if (h < p.heads + p.kv_heads) {
+            } else if (!is_value) {
                 T *to = keys + (block + h - p.heads) * d * stride + slot;
                 for (int64_t k = 0; k < d; k++) keep(to + k * stride, head[k]);
             } else {
@@ -582,26 +690,44 @@ static void place_head(const Pass &p, const Place &place, int64_t h, float *qkv,
             }
         }
     if (!place.rounded || h < p.heads) return;
-    const bool is_key = h < p.heads + p.kv_heads;
     const int64_t kv_head = (h - p.heads) % p.kv_heads;
     for (int64_t i = 0; i < place.segments; i++) {
         const Segment &segment = place.segment[i];
         const int64_t at = (segment.blocks[0] * p.kv_heads + kv_head) * stride * d;
         const Head<int8_t> to = head_of(rounded, segment, kv_head, d);
-        if (is_key)
+        if (!is_value)
             round_keys(keys + at, segment.rounded, segment.kv_len, stride, d, to);
         else
             round_values(values + at, segment.rounded, segment.kv_len, d, to);
     }
 }
 
+// Adds a sub-layer's product with rows x [n, in] to the stream; `out` [n, hidden]: where it is kept before.
+template <typename T>
+static void add_product(const SubLayer &part, const float *x, float *stream, float *out, int64_t n, int64_t D, const Team &team) {
+    const Weight &w = *part.onto;
+    const int64_t from = team.share(D, 16), to = team.end(D, 16);
+    if (part.after.kind == NO_NORM && part.factor == 1) {
+        multiply(w, from, to, x, w.in, stream, D, n, true);
+    } else {
+        multiply(w, from, to, x, w.in, out, D, n, false);
+        if (part.after.kind) team.wait();
+        for (int64_t r = 0; r < n; r++) {
+            const Moments of = moments(part.after, out + r * D);
+            for (int64_t k = from; k < to; k += V)
+                *(floats *)(stream + r * D + k) = at(stream + r * D + k) + normed_at<T>(part.after, of, out + r * D, k) * (float)part.factor;
+        }
+    }
+    team.wait();
+}
+
 // What thread t does of a pass. `shared`, `own`: what it computes in.
 template <typename T>
 static void run(const Pass &p, const Place &place, float *stream, float *shared, float *own, const Team &team) {
-    const int64_t n = place.n, d = p.head_dim, D = p.hidden, I = p.intermediate;
+    const int64_t n = place.n, d = p.head_dim, D = p.hidden;
     const int64_t heads = p.heads + 2 * p.kv_heads, width = heads * d;
-    float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *scores = own + n * D;
-    float *gate_up = activated + n * I, *shared_scores = gate_up + 2 * n * I;
+    float *qkv = shared, *mixed = qkv + n * width, *activated = mixed + n * p.heads * d, *gate_up = activated + n * p.intermediate;
+    float *out = gate_up + 2 * n * p.intermediate, *shared_scores = out + n * D, *of_mlp = own + n * D, *scores = of_mlp + n * D;
     for (int64_t l = 0; l < p.layers; l++) {
         for (int64_t k = 0; k < place.num_captured; k++)
             if (place.captured_layers[k] == l)
@@ -610,53 +736,55 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
         T *keys = (T *)place.keys + l * place.each_layer, *values = (T *)place.values + l * place.each_layer;
         const int64_t of_layer = l * place.each_rounded;
         const Head<int8_t> rounded = {place.rounded_keys + of_layer, place.rounded_values + of_layer, place.key_scales + of_layer / d, place.value_scales + of_layer / d, nullptr, ROUNDED_SLOTS, ROUNDED_SLOTS * d, place.rounded_blocks * ROUNDED_SLOTS * d};
-        if (layer.qkv) {
-            normed(stream, D, (const T *)layer.before_attention, p.eps, own, n, D);
-            multiply(*layer.qkv, team.share(width, 16), team.end(width, 16), own, D, qkv, width, n, false);
+        if (layer.parallel) normed<T>(layer.mlp.before, stream, of_mlp, n, D);
+        if (layer.attention.onto) {
+            normed<T>(layer.attention.before, stream, own, n, D);
+            multiply(*layer.attention.into, team.share(width, 16), team.end(width, 16), own, D, qkv, width, n, false);
             team.wait();
-            for (int64_t h = team.share(heads, 1); h < team.end(heads, 1); h++) place_head<T>(p, place, h, qkv, keys, values, rounded);
+            Moments *const joint = (Moments *)own;  // [n, 2]
+            if (layer.queries.size > d || layer.keys.size > d) {
+                for (int64_t r = 0; r < n; r++) {
+                    joint[2 * r] = moments(layer.queries, qkv + r * width);
+                    joint[2 * r + 1] = moments(layer.keys, qkv + r * width + p.heads * d);
+                }
+                team.wait();
+            }
+            for (int64_t h = team.share(heads, 1); h < team.end(heads, 1); h++) place_head<T>(p, layer, place, h, joint, qkv, keys, values, rounded);
             team.wait();
             if (place.rounded)
-                attention<int8_t>(p, place, qkv, rounded, scores, shared_scores, mixed, team);
+                attention<int8_t>(p, layer, place, qkv, rounded, scores, shared_scores, mixed, team);
             else
-                attention<T>(p, place, qkv, {keys, values, nullptr, nullptr, nullptr, place.stride, p.kv_heads * place.stride * d, place.stride * d}, scores, shared_scores, mixed, team);
+                attention<T>(p, layer, place, qkv, {keys, values, nullptr, nullptr, nullptr, place.stride, p.kv_heads * place.stride * d, place.stride * d}, scores, shared_scores, mixed, team);
             team.wait();
-            multiply(*layer.o, team.share(D, 16), team.end(D, 16), mixed, p.heads * d, stream, D, n, true);
-            team.wait();
+            add_product<T>(layer.attention, mixed, stream, out, n, D, team);
         }
-        if (layer.down && !layer.before_mlp) {
-            for (int64_t i = 0; i < n * D; i++) own[i] = stream[i];  // which all threads read, and then change
-            int64_t r = layer.gate_up ? layer.gate_up->out : D;
-            const float *x = own;
-            if (layer.gate_up) {
-                multiply(*layer.gate_up, team.share(r, 16), team.end(r, 16), own, D, activated, r, n, false);
+        if (layer.mlp.onto) {
+            const float *x = layer.parallel ? of_mlp : own;
+            if (!layer.parallel) normed<T>(layer.mlp.before, stream, own, n, D);
+            if (layer.mlp.into) {
+                const int64_t I = layer.mlp.onto->in, from = team.share(I, 16), to = team.end(I, 16);
+                float *const first = layer.gated ? gate_up : activated;
+                const int64_t ld = layer.gated ? 2 * I : I;
+                multiply(*layer.mlp.into, from, to, x, D, first, ld, n, false);
+                if (layer.gated) multiply(*layer.mlp.into, I + from, I + to, x, D, first, ld, n, false);
+                for (int64_t r = 0; r < n; r++)
+                    for (int64_t k = from; k < to; k += V) {
+                        const floats y = activated_by(layer.activation, at(first + r * ld + k));
+                        *(floats *)(activated + r * I + k) = layer.gated ? y * at(first + r * ld + I + k) : y;
+                    }
                 x = activated;
             }
-            team.wait();
-            multiply(*layer.down, team.share(D, 16), team.end(D, 16), x, r, stream, D, n, true);
-            team.wait();
-        } else if (layer.gate_up) {
-            normed(stream, D, (const T *)layer.before_mlp, p.eps, own, n, D);
-            int64_t from = team.share(I, 16), to = team.end(I, 16);
-            multiply(*layer.gate_up, from, to, own, D, gate_up, 2 * I, n, false);
-            multiply(*layer.gate_up, I + from, I + to, own, D, gate_up, 2 * I, n, false);
-            for (int64_t r = 0; r < n; r++)
-                for (int64_t k = from; k < to; k += V) {
-                    floats gate = at(gate_up + r * 2 * I + k), up = at(gate_up + r * 2 * I + I + k);
-                    *(floats *)(activated + r * I + k) = gate / (exponential(-gate) + 1.0f) * up;
-                }
-            team.wait();
-            multiply(*layer.down, team.share(D, 16), team.end(D, 16), activated, I, stream, D, n, true);
-            team.wait();
+            team.wait();  // for what others read of the stream, too
+            add_product<T>(layer.mlp, x, stream, out, n, D, team);
         }
     }
 }
 
 // Floats that a pass computes in: those that threads share, and those of each.
 static int64_t shared_floats(const Pass &p, const Place &place, int64_t threads) {
-    return place.n * (2 * (p.heads + p.kv_heads) * p.head_dim + 3 * p.intermediate) + shared_score_floats(p, place, threads);
+    return place.n * (2 * (p.heads + p.kv_heads) * p.head_dim + 3 * p.intermediate + p.hidden) + shared_score_floats(p, place, threads);
 }
-static int64_t own_floats(const Pass &p, const Place &place) { return place.n * p.hidden + MOST_QUERIES * score_floats(place); }
+static int64_t own_floats(const Pass &p, const Place &place) { return 2 * place.n * p.hidden + MOST_QUERIES * score_floats(place); }
 
 template <typename T>
 static void pass(const Pass &p, const Place &place, float *stream, float *out, float *scratch, int64_t threads) {
@@ -670,7 +798,7 @@ static void pass(const Pass &p, const Place &place, float *stream, float *out, f
             run<T>(p, place, stream, scratch, owns + team.t * own_floats(p, place), team);
         }
     }
-    if (out) normed(stream, p.hidden, (const T *)p.norm, p.eps, out, place.n, p.hidden);
+    if (out) normed<T>(p.norm, stream, out, place.n, p.hidden);
 }
 
 #if defined(TILES)

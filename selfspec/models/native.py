@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
 from selfspec.models.low_precision import QuantizedWeight
-from selfspec.models.native_library import KINDS, library
+from selfspec.models.native_library import KINDS, NORM_KINDS, library
+from selfspec.models.norms import NormData
 from selfspec.models.packed_weight import PackedWeight
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
@@ -37,11 +38,44 @@ class Weight(ctypes.Structure):
     ]
 
 
-class LayerStruct(ctypes.Structure):
-    """The struct `Layer` of `native.cpp`: pointers to norms and weights, null where a sub-layer is skipped."""
+class NormStruct(ctypes.Structure):
+    """The struct `Norm` of `native.cpp`: the kind, size and weights of a norm."""
 
     _fields_: ClassVar = [
-        (name, c_void_p) for name in ("before_attention", "qkv", "o", "before_mlp", "gate_up", "down")
+        *((name, c_int64) for name in ("kind", "size")),
+        *((name, c_double) for name in ("eps", "plus")),
+        *((name, c_void_p) for name in ("weight", "bias")),
+    ]
+
+    @classmethod
+    def of(cls, norm: NormData) -> NormStruct:
+        """Return the struct of a norm, which has to outlive it."""
+        size, pointers = 0 if norm.weight is None else norm.weight.numel(), _pointers(norm.weight, norm.bias)
+        return cls(NORM_KINDS[norm.kind], size, norm.eps, norm.plus, *pointers)
+
+
+class SubLayerStruct(ctypes.Structure):
+    """The struct `SubLayer` of `native.cpp`: its weights and norms; `onto` is null if the sub-layer is skipped."""
+
+    _fields_: ClassVar = [
+        ("into", c_void_p),
+        ("onto", c_void_p),
+        ("before", NormStruct),
+        ("after", NormStruct),
+        ("factor", c_double),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """The struct `Layer` of `native.cpp`: two sub-layers, and what is attention's or the MLP's alone."""
+
+    _fields_: ClassVar = [
+        ("attention", SubLayerStruct),
+        ("mlp", SubLayerStruct),
+        ("queries", NormStruct),
+        ("keys", NormStruct),
+        ("cap", c_double),
+        *((name, c_int64) for name in ("spec", "apart", "activation", "gated", "parallel")),
     ]
 
 
@@ -50,10 +84,18 @@ class PassStruct(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("kind", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("eps", c_double),
         ("scaling", c_double),
         ("layer", POINTER(LayerStruct)),
-        ("norm", c_void_p),
+        ("norm", NormStruct),
+    ]
+
+
+class SpecStruct(ctypes.Structure):
+    """The struct `Spec` of `native.cpp`: RoPE tables and the window of some layers' attention."""
+
+    _fields_: ClassVar = [
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("rotary_dim", "interleaved", "window")),
     ]
 
 
@@ -62,22 +104,26 @@ class Segment(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "kv_len", "first", "rounded")),
-        *((name, c_void_p) for name in ("blocks", "rounded_blocks", "mask")),
+        *((name, c_void_p) for name in ("blocks", "rounded_blocks", "masks")),
     ]
 
 
 class SlotsStruct(ctypes.Structure):
-    """The struct `Place` of `native.cpp`: positions, cache slots, RoPE tables and KV cache pointers of a pass."""
+    """The struct `Place` of `native.cpp`: positions, cache slots, attention specs and KV cache pointers of a pass."""
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("n", "kv_len", "stride", "each_layer", "segments")),
-        *((name, c_void_p) for name in ("segment", "positions", "slots", "cos", "sin", "keys", "values")),
+        *((name, c_void_p) for name in ("segment", "positions", "slots", "spec", "keys", "values")),
         *((name, c_void_p) for name in ("rounded_keys", "rounded_values", "key_scales", "value_scales")),
         *((name, c_int64) for name in ("rounded", "each_rounded", "rounded_blocks")),
         ("num_captured", c_int64),
         ("captured_layers", c_void_p),
         ("captured", c_void_p),
     ]
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if t is None else t.data_ptr() for t in tensors]
 
 
 def torch_has_bfloat16() -> bool:
@@ -114,7 +160,7 @@ class NativeProduct:
         self.values = values
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         self._tensors = (self.values, scale, self.bias)
-        pointers = [None if t is None else t.data_ptr() for t in self._tensors]
+        pointers = _pointers(*self._tensors)
         bias_kind = 0 if self.bias is None else KINDS[self.bias.dtype]
         self.described = Weight(kind, self.out, self.into, group, bias_kind, *pointers)
         self.address = ctypes.addressof(self.described)

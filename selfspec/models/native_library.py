@@ -67,6 +67,8 @@ class Kind(IntEnum):
 
 
 KINDS = {torch.float32: Kind.FLOAT32, torch.bfloat16: Kind.BFLOAT16}  # of tensors, by dtype
+NORM_KINDS = {"none": 0, "rms": 1, "layer": 2}  # the enum `NormKind`
+ACTIVATIONS = {"linear": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}  # the enum `Activation`
 
 
 def library() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -40,6 +40,22 @@ class Formula:
 
 LLAMAS = Formula()
 
+NormKind = Literal["none", "rms", "layer"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormData:
+    """A norm as data, for native code: RMSNorm or LayerNorm times `weight` + `plus`, plus `bias`; or no norm at all."""
+
+    kind: NormKind = "none"
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 0.0
+    plus: float = 0.0
+
+
+NO_NORM = NormData()
+
 
 class Norms:
     """Factory of norms from a model's modules, which keeps the norms it made up to date with their weights.
@@ -68,6 +84,18 @@ class Norms:
         norm = ScaledNorm(weight.detach().to(device), self._formula.plus)
         self._made.add(norm)
         return norm
+
+    def data(self, module: Any) -> NormData | None:
+        """Return a norm as data; None for a norm with hooks, of an unknown formula, or not in the stream's dtype."""
+        weight, bias, name = getattr(module, "weight", None), getattr(module, "bias", None), type(module).__name__
+        if type(module) is not nn.LayerNorm and not name.endswith(("RMSNorm", "LayerNorm")):
+            return None
+        tensors = [t for t in (weight, bias) if t is not None]
+        if weight is None or not is_plain(module) or any(t.is_meta or t.dtype != self._dtype for t in tensors):
+            return None
+        kind: NormKind = "rms" if name.endswith("RMSNorm") else "layer"
+        plus = self._formula.plus if kind == "rms" else 0.0
+        return NormData(kind, weight.detach(), None if bias is None else bias.detach(), _eps_of(module), plus)
 
     def rows(self, module: Any) -> Call:
         """Return an RMSNorm or LayerNorm for rows `[.., width]` such as queries, keys, or a sub-layer's output."""

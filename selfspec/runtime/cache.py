@@ -65,8 +65,7 @@ class Cache(CacheRows):
     With `keys_transposed`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all
     keys fastest in this layout.
 
-    With `track_positions`, `positions` `[rows, slots]` holds the sequence position of the token in each slot. The
-    position of a committed slot equals its slot number.
+    `track_positions`: whether to keep `positions`, see `CacheRows`.
     """
 
     def __init__(
@@ -193,27 +192,6 @@ class Cache(CacheRows):
         self.keys[index][rows][row, :, slots] = k
         self.values[index][rows][row, :, slots] = v
 
-    def set_positions(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
-        """Record the sequence positions of the tokens in n slots; the arguments are those of `Runtime.forward`."""
-        assert self.positions is not None
-        if isinstance(positions, int):
-            positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
-        row_positions = self.positions[rows]
-        if isinstance(slots, int):
-            row_positions[:, slots : slots + n] = positions
-        else:
-            row_positions.scatter_(1, slots, positions.expand_as(slots))
-
-    def window_mask(self, window: int, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Tensor:
-        """Return the sliding-window mask `[B, n, kv_len]` of n tokens at `positions` over the first `kv_len` slots.
-
-        It is true where the position of a slot is greater than the position of the token minus `window`.
-        """
-        assert self.positions is not None
-        if isinstance(positions, int):
-            positions = torch.arange(positions, positions + n, device=self.positions.device)[None]
-        return self.positions[rows, None, :kv_len] > positions.unsqueeze(-1) - window
-
     def copy_from(self, other: Cache) -> None:
         """Copy committed slots, lengths and tokens of `other`, a smaller cache of the same model with as many rows."""
         longest = max(other.length)
@@ -246,8 +224,7 @@ class Cache(CacheRows):
         if any(node != place for place, node in enumerate(path)):
             self.move((row, row, start, [start + node for node in path]))
         self.length[row] = end = start + len(path)
-        if self.positions is not None:
-            self.positions[row, start:end] = torch.arange(start, end, device=self.positions.device)
+        self._settle_positions(row, start, end)
 
 
 def _repeat(t: Tensor, group: int) -> Tensor:  # [L, B * H_kv, slots, d]

@@ -17,7 +17,8 @@ def cache_of(
     """
     s = skeleton.sizes
     if pool is not None:
-        return PagedCache(s, len(skeleton.blocks), pool, rows=rows, slots=skeleton.context + WIDEST_DRAFT)
+        longest = skeleton.context + WIDEST_DRAFT
+        return PagedCache(s, len(skeleton.blocks), pool, rows=rows, slots=longest, track_positions=track_positions)
     return Cache(
         rows=rows,
         kv_heads=s.kv_heads,

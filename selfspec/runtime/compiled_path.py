@@ -312,13 +312,8 @@ class Paths(PathCache):
         if head is not None:
             resources.append(head)
         runs_head = self._skeleton.head if head is None else head.module
-        attention_specs = self._skeleton.attention_specs
-        # A native pass attends to every earlier token: the runtime runs passes that a sliding window affects eagerly.
-        llama_rope = (
-            len({attention_spec.rope for attention_spec in attention_specs}) == 1
-            and not attention_specs[0].rope.interleaved
-        )
-        native = native_pass(self._skeleton.sizes, self._scaling, runs, self._skeleton.norm) if llama_rope else None
+        norm = self._skeleton.norms.data(self._skeleton.parts.norm)
+        native = native_pass(self._skeleton.sizes, self._scaling, runs, norm)
         return LeanPath(
             blocks=tuple(runs),
             head=runs_head,

@@ -84,10 +84,9 @@ class LeanRuntime(CachedRuntime):
         self._triton = triton_enabled(self.device)  # as for the products and norms of the skeleton
         self._paths = Paths(self.skeleton, self._scaling)
         self._full = self._paths.get(FULL)
-        self.native = self._full.native is not None and self._min_window is None  # full passes of any length
+        self.native = self._full.native is not None
         self._keys_transposed = self._direct or self._full.native is not None
         self._reset(rows, None if blocks is None else BlockTables(blocks))
-        self.native = self.native and self._native is not None
         # Where long vectors multiply prompts' rows too, an eager pass only adds time between products.
         exact = self.native and self.dtype == torch.float32
         self._native_prefill = exact and bool(library().selfspec_many_by_vectors())
@@ -136,11 +135,7 @@ class LeanRuntime(CachedRuntime):
         self.cache = cache_of(self.skeleton, rows=self.rows, slots=slots, pool=self.pool, **options)
         positions = min(self.cache.slots, self.skeleton.context)
         attention_specs = rotary_tables(self.skeleton, positions, self._rotary_scale)
-        rotary_table = attention_specs[0][1]
-        use_native = self._keys_transposed and rotary_table.partner is None
-        self._native = (
-            NativeRunner(self.skeleton, self.cache, rotary_table.cos, rotary_table.sin) if use_native else None
-        )
+        self._native = NativeRunner(self.skeleton, self.cache, attention_specs) if self._keys_transposed else None
         self._eager = self._graphs = None
         if isinstance(self.cache, Cache):
             self._eager = EagerRunner(
@@ -179,13 +174,12 @@ class LeanRuntime(CachedRuntime):
         assert isinstance(compiled, LeanPath)
         slots = positions if slots is None else slots
         self.cache.written(rows, slots)
+        self._record_positions(positions, slots, n, rows)
         native = self._native if batch == 1 and compiled.native is not None and not between else None
-        if self._min_window is not None and self._hides(positions, slots, n, rows):
-            native = None
         prefill = self._native_prefill and compiled is self._full and mask is None and isinstance(slots, int)
         if native is not None and ((n <= ROWS and logits is not None) or prefill or self.pool is not None):
-            additive, row = None if mask is None else self._masks.additive(mask), rows.indices(self.rows)[0]
-            return native.forward(compiled, tokens, positions, slots, additive, row, logits=logits, hidden=hidden)
+            masks, row = self._masks_by_spec(positions, slots, mask, n, rows), rows.indices(self.rows)[0]
+            return native.forward(compiled, tokens, positions, slots, masks, row, logits=logits, hidden=hidden)
         pass_inputs = PassInputs(batch, n, positions, slots, mask, rows)
         if self._graphs is not None and not between and not self._has_hooks:
             step = self._graphs.forward(compiled, tokens, pass_inputs, logits=logits, hidden=hidden)
@@ -208,10 +202,15 @@ class LeanRuntime(CachedRuntime):
         """Run drafts as `Runtime.forward_drafts` does, in one native pass where there is one."""
         compiled = self._full if path is None else path
         assert isinstance(compiled, LeanPath)
-        if self._native is not None and compiled.native is not None and self._min_window is None:
+        if self._native is not None and compiled.native is not None:
             for row, _, start, _ in placed:
                 self.cache.written(slice(row, row + 1), start)
-            return self._native.forward_drafts(compiled, placed, hidden=hidden, logits=logits)
+            outputs = self._native.forward_drafts(compiled, placed, hidden=hidden, logits=logits)
+            if self._min_window is not None:
+                for row, _, start, draft in placed:
+                    positions = torch.tensor([[start, *(start + depth for depth in draft.depths)]])
+                    self._record_positions(positions, start, 1 + len(draft), slice(row, row + 1))
+            return outputs
         return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
 
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
@@ -245,8 +244,8 @@ class LeanRuntime(CachedRuntime):
         batch, n, _ = x.shape
         slots = positions if slots is None else slots
         self.cache.written(rows, slots)
-        if self._min_window is not None and part == "attention":
-            self._hides(positions, slots, n, rows)
+        if part == "attention":
+            self._record_positions(positions, slots, n, rows)
         with fused_backends(self.device):
             return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
 
@@ -257,13 +256,29 @@ class LeanRuntime(CachedRuntime):
         The text's keys and values overwrite those in row 0 of the cache. Call within a session.
         """
         self.cache.written(ALL_ROWS, 0)
-        if self._min_window is not None:
-            self._hides(0, 0, x.shape[1], ALL_ROWS)
+        self._record_positions(0, 0, x.shape[1], ALL_ROWS)
         with fused_backends(self.device):
             return self._eager_runner.run_layer(index, block, x, PassInputs(1, x.shape[1], 0, 0, None, ALL_ROWS))
 
-    def _hides(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> bool:
-        """Record the positions of a pass's tokens; return whether a sliding window may hide any slot from a token."""
-        assert self._min_window is not None
-        self._static_cache.set_positions(positions, slots, n, rows)
-        return not isinstance(slots, int) or slots + n > self._min_window
+    def _record_positions(self, positions: int | Tensor, slots: int | Tensor, n: int, rows: slice) -> None:
+        """Record the positions of a pass's tokens, which a sliding window needs."""
+        if self._min_window is not None:
+            self.cache.set_positions(positions, slots, n, rows)
+
+    def _masks_by_spec(
+        self, positions: int | Tensor, slots: int | Tensor, mask: Tensor | None, n: int, rows: slice
+    ) -> list[Tensor] | None:
+        """Return a pass's additive mask for each attention spec; None if slots' numbers say what tokens see."""
+        if mask is None and self._min_window is not None and isinstance(slots, Tensor):
+            mask = torch.arange(int(slots.max()) + 1) <= slots.unsqueeze(-1)
+        if mask is None:
+            return None
+        windows = [spec.window for spec in self.skeleton.attention_specs]
+        seen = {
+            window: mask
+            if window is None
+            else mask & self.cache.window_mask(window, positions, n, mask.shape[-1], rows)
+            for window in windows
+        }
+        additive = {window: self._masks.additive(visible) for window, visible in seen.items()}
+        return [additive[window] for window in windows]

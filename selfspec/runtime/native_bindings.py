@@ -14,15 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.models.families.base import Attention, Mlp
+from selfspec.models.families.base import Attention, AttentionSpec, Mlp, NativeSubLayer
 from selfspec.models.linears import fused_product
-from selfspec.models.native import ROWS, LayerStruct, NativeProduct, PassStruct, Segment, SlotsStruct
-from selfspec.models.native_library import KINDS, library
-from selfspec.models.norms import Norm, RoundedNorm, ScaledNorm
+from selfspec.models.native import (
+    ROWS,
+    LayerStruct,
+    NativeProduct,
+    NormStruct,
+    PassStruct,
+    Segment,
+    SlotsStruct,
+    SpecStruct,
+    SubLayerStruct,
+)
+from selfspec.models.native_library import ACTIVATIONS, KINDS, library
+from selfspec.models.norms import NormData
 from selfspec.models.path_modules import BridgeModule
 from selfspec.models.sizes import Sizes
 from selfspec.runtime.cache import Cache, Int8Copies
 from selfspec.runtime.paged import PagedCache
+from selfspec.runtime.rotary import RotaryTable
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft, tree_mask
 
 __all__ = ["ROWS", "NativeBatch", "NativePass", "native_pass"]
@@ -37,14 +49,15 @@ class NativePass:
         sizes: Sizes,
         scaling: float,
         layers: Sequence[LayerStruct],
-        norm: ScaledNorm | RoundedNorm,
+        norm: NormData,
         resources: Sequence[Any],
     ) -> None:
         self._resources = (norm, *resources)  # keeps alive what `layers` point to
         described = (LayerStruct * len(layers))(*layers)
         s = sizes
-        sized = (KINDS[s.dtype], len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, s.intermediate, s.eps)
-        self._described = PassStruct(*sized, scaling, described, norm.weight.data_ptr())
+        widest = max((product.into for product in resources if isinstance(product, NativeProduct)), default=0)
+        sized = (KINDS[s.dtype], len(layers), s.hidden, s.heads, s.kv_heads, s.head_dim, max(s.intermediate, widest))
+        self._described = PassStruct(*sized, scaling, described, NormStruct.of(norm))
         self._address = ctypes.addressof(self._described)
         self._functions = library()
 
@@ -76,16 +89,26 @@ class NativePass:
 class NativeBatch:
     """Positions, slots and masks of a pass's tokens in a cache with transposed keys, in the native pass's structures.
 
-    One instance serves all passes over a cache. `cos` and `sin` are `[positions, 1, d]`.
+    One instance serves all passes over a cache. `attention_specs`: the model's, each with its rotary table.
     """
 
-    def __init__(self, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, cache: Cache | PagedCache, attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]]) -> None:
         keys, values = cache.keys[0], cache.values[0]
         self._cache = cache
-        self._tables = cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        self._windows = [spec.window for spec, _ in attention_specs]
+        self._tables = [
+            (table.cos.float().contiguous(), table.sin.float().contiguous()) for _, table in attention_specs
+        ]
+        self._positions = len(self._tables[0][0])
+        self._specs = (SpecStruct * len(attention_specs))(
+            *(
+                SpecStruct(cos.data_ptr(), sin.data_ptr(), table.rotary_dim, table.interleaved, spec.window or 0)
+                for (spec, table), (cos, sin) in zip(attention_specs, self._tables, strict=True)
+            )
+        )
         self._numbers = torch.arange(max(cache.slots, values.shape[2]))
         each = (cache.values[1].data_ptr() - values.data_ptr()) // values.element_size() if len(cache.values) > 1 else 0
-        memory = {"cos": cos.data_ptr(), "sin": sin.data_ptr(), "keys": keys.data_ptr(), "values": values.data_ptr()}
+        memory = {"spec": ctypes.addressof(self._specs), "keys": keys.data_ptr(), "values": values.data_ptr()}
         self._segment = Segment()
         self._row_struct, self._drafts_struct = (
             SlotsStruct(stride=values.shape[2], each_layer=each, **memory) for _ in range(2)
@@ -126,29 +149,29 @@ class NativeBatch:
         n: int,
         positions: int | Tensor,
         slots: int | Tensor,
-        mask: Tensor | None,
+        masks: Sequence[Tensor] | None,
         row: int,
         *,
         int8_cache: bool = False,
     ) -> NativeBatch:
         """Set up a pass over `n` tokens of one cache row.
 
-        `mask` is additive, `[1, 1, n, S]`; `int8_cache`: whether attention reads the cache's int8 copies, if it has
-        any; other arguments as in `Runtime.forward`. Raises `RuntimeError` for positions
-        or slots out of range.
+        `masks` are additive, `[1, 1, n, S]`, one for each attention spec, and hide what is outside its window;
+        `int8_cache`: whether attention reads the cache's int8 copies, if it has any; other arguments as in
+        `Runtime.forward`. Raises `RuntimeError` for positions or slots out of range.
         """
         self.slots_struct, segment = self._row_struct, self._segment
         place = self.slots_struct
         segment.blocks, end = self._cache.blocks_of(row)
-        position_ids, _ = self._checked(positions, n, len(self._tables[0]))
+        position_ids, _ = self._checked(positions, n, self._positions)
         to, last = self._checked(slots, n, end)
-        if mask is not None:
-            mask = mask[..., :end].float().contiguous()
-        self._resources = (position_ids, to, mask)
+        masks = None if masks is None else [mask[..., :end].float().contiguous() for mask in masks]
+        pointers = array("q", () if masks is None else [mask.data_ptr() for mask in masks])
+        self._resources = (position_ids, to, masks, pointers)
         segment.n = place.n = n
         self._round(segment, row, slots if isinstance(slots, int) else int(slots.min()), int8_cache)
-        segment.kv_len = place.kv_len = last + 1 if mask is None else mask.shape[-1]
-        segment.mask = None if mask is None else mask.data_ptr()
+        segment.kv_len = place.kv_len = last + 1 if masks is None else masks[0].shape[-1]
+        segment.masks = None if masks is None else pointers.buffer_info()[0]
         place.positions, place.slots = position_ids.data_ptr(), to.data_ptr()
         return self
 
@@ -157,9 +180,9 @@ class NativeBatch:
 
         Raises `RuntimeError` for positions or slots out of range.
         """
-        positions, slots, masks = array("q"), array("q"), list[Tensor]()
+        positions, slots, masks = array("q"), array("q"), list[Any]()
         self.slots_struct, segments = self._drafts_struct, (Segment * len(placed))()
-        place, last = self.slots_struct, len(self._tables[0])
+        place, last = self.slots_struct, self._positions
         place.kv_len = 0
         for segment, (row, _, start, draft) in zip(segments, placed, strict=True):
             segment.blocks, end = self._cache.blocks_of(row)
@@ -173,8 +196,10 @@ class NativeBatch:
                 deepest = start + draft.depth
                 positions.append(start)
                 positions.extend(start + depth for depth in draft.depths)
-                masks.append(torch.zeros(tree_mask(draft).shape).masked_fill_(~tree_mask(draft), -torch.inf))
-                segment.first, segment.mask = start + 1, masks[-1].data_ptr()
+                own = self._tree_masks(draft)
+                pointers = array("q", [mask.data_ptr() for mask in own])
+                masks += (own, pointers)
+                segment.first, segment.masks = start + 1, pointers.buffer_info()[0]
             if start < 0 or segment.kv_len > end or deepest >= last:
                 raise _beyond(start if start < 0 else segment.kv_len - 1, min(end, last))
             self._round(segment, row, start, int8_cache)
@@ -183,6 +208,18 @@ class NativeBatch:
         place.n, place.segments, place.segment = len(slots), len(placed), ctypes.addressof(segments)
         place.positions, place.slots = positions.buffer_info()[0], slots.buffer_info()[0]
         return self
+
+    def _tree_masks(self, draft: Draft) -> list[Tensor]:
+        """Return the additive masks `[1 + m, m]` of a tree, for each attention spec."""
+        visible, depths = tree_mask(draft), torch.tensor([0, *draft.depths])
+        whole = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+
+        def within(window: int | None) -> Tensor:
+            if window is None or draft.depth < window:
+                return whole
+            return whole.masked_fill(depths[1:] <= depths.unsqueeze(1) - window, -torch.inf)
+
+        return [within(window) for window in self._windows]
 
 
 def _beyond(place: int, end: int) -> RuntimeError:
@@ -193,56 +230,71 @@ def native_pass(
     sizes: Sizes,
     scaling: float,
     blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]],
-    norm: Norm,
+    norm: NormData | None,
 ) -> NativePass | None:
     """Return a path's layers as one native pass; None if native code cannot compute all of them, or none runs.
 
     `blocks`: for each layer its number, device, attention and MLP, either of which is None if skipped; a trained bridge
     takes the MLP's place. `norm`: the norm after the last layer. `scaling`: the factor on queries after RoPE.
 
-    Native code computes float32 and bfloat16 models on the CPU with RMSNorm, Llama's attention (RoPE over whole heads)
-    and gated MLPs with SiLU, if each product with a weight is a `NativeProduct`. The hidden size, the head dimension,
-    the MLPs' intermediate size and a bridge's rank have to be multiples of 16. The caller has to check that all layers
-    have the same RoPE, not an interleaved one.
+    Native code computes float32 and bfloat16 models on the CPU whose sub-layers all describe themselves for it
+    (`Attention.native`, `GatedMlp.native`), if each product with a weight is a `NativeProduct`. The hidden size, the
+    head dimension, the MLPs' intermediate size and a bridge's rank have to be multiples of 16.
     """
     plain = all(size % _LONGEST_VECTOR == 0 for size in (sizes.hidden, sizes.head_dim, sizes.intermediate))
-    if sizes.dtype not in KINDS or not plain or not isinstance(norm, (ScaledNorm, RoundedNorm)):
+    if sizes.dtype not in KINDS or not plain or norm is None:
         return None
     layers: list[LayerStruct] = []
     resources: list[Any] = []
     for _, device, attention, mlp in blocks:
-        if device.type != "cpu":
-            return None
         layer = LayerStruct()
-        if isinstance(mlp, BridgeModule):
-            into, onto, mlp = mlp.into, mlp.onto, None
-            if not isinstance(onto, NativeProduct) or not isinstance(into, NativeProduct | None):
-                return None
-            if onto.into % _LONGEST_VECTOR:
-                return None
-            resources += [into, onto]
-            layer.gate_up, layer.down = None if into is None else into.address, onto.address
-        for part, names in ((attention, ("before_attention", "qkv", "o")), (mlp, ("before_mlp", "gate_up", "down"))):
-            if part is None:
-                continue
-            norm_and_products = _made_of(part)
-            if norm_and_products is None:
-                return None
-            resources += norm_and_products
-            before, *products = norm_and_products
-            setattr(layer, names[0], before.weight.data_ptr())
-            for name, product in zip(names[1:], products, strict=True):
-                setattr(layer, name, product.address)
+        if device.type != "cpu" or not (
+            _describe_attention(layer, attention, resources) and _describe_mlp(layer, mlp, resources)
+        ):
+            return None
         layers.append(layer)
     return NativePass(sizes, scaling, layers, norm, resources) if resources else None
 
 
-def _made_of(part: Any) -> tuple[ScaledNorm | RoundedNorm, NativeProduct, NativeProduct] | None:
-    """Return a sub-layer's norm, input product and output product; None if native code cannot compute one of them."""
-    plain = getattr(part, "plain", None)
-    if plain is None or not isinstance(part.norm, (ScaledNorm, RoundedNorm)):
-        return None
-    into, onto = (None if (fused := fused_product(modules)) is None else fused.product for modules in plain)
-    if not isinstance(into, NativeProduct) or not isinstance(onto, NativeProduct):
-        return None
-    return part.norm, into, onto
+def _describe_attention(layer: LayerStruct, attention: Attention | None, resources: list[Any]) -> bool:
+    """Set a layer's attention (None: skipped), and append what it points to; return False if it is not native."""
+    if attention is None:
+        return True
+    native = attention.native
+    if native is None or native.q_norm is None or native.k_norm is None:
+        return False
+    layer.queries, layer.keys = NormStruct.of(native.q_norm), NormStruct.of(native.k_norm)
+    layer.spec, layer.apart, layer.cap = attention.attention_spec, native.by_head, native.cap
+    resources += (native.q_norm, native.k_norm)
+    return _describe(layer.attention, native, resources)
+
+
+def _describe_mlp(layer: LayerStruct, mlp: Mlp | None, resources: list[Any]) -> bool:
+    """Set a layer's MLP or bridge (None: skipped), and append what it points to; return False if it is not native."""
+    if mlp is None:
+        return True
+    if isinstance(mlp, BridgeModule):
+        fits = isinstance(mlp.onto, NativeProduct) and mlp.onto.into % _LONGEST_VECTOR == 0
+        return fits and _set_products(layer.mlp, mlp.into, mlp.onto, resources)
+    native = getattr(mlp, "native", None)
+    if native is None or native.activation is None:
+        return False
+    layer.activation, layer.gated, layer.parallel = ACTIVATIONS[native.activation], native.gated, native.parallel
+    return _describe(layer.mlp, native, resources)
+
+
+def _describe(struct: SubLayerStruct, native: NativeSubLayer, resources: list[Any]) -> bool:
+    into, onto = (fused_product(modules) for modules in (native.into, [native.onto]))
+    if native.before is None or native.after is None or into is None or onto is None:
+        return False
+    struct.before, struct.after = NormStruct.of(native.before), NormStruct.of(native.after)
+    resources += (native.before, native.after)
+    return _set_products(struct, into.product, onto.product, resources, native.factor)
+
+
+def _set_products(struct: SubLayerStruct, into: Any, onto: Any, resources: list[Any], factor: float = 1.0) -> bool:
+    if not isinstance(into, NativeProduct | None) or not isinstance(onto, NativeProduct):
+        return False
+    struct.into, struct.onto, struct.factor = None if into is None else into.address, onto.address, factor
+    resources += (into, onto)
+    return True

@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from selfspec.models.families.base import AttentionSpec
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.native_bindings import ROWS, NativeBatch
 from selfspec.runtime.paged import PagedCache
+from selfspec.runtime.rotary import RotaryTable
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.tree_batch import PlacedDraft
 
@@ -23,9 +25,14 @@ CHUNK = 256  # most tokens of one native call: keeps the workspace small, while 
 class NativeRunner:
     """Runs native passes over one KV cache with transposed keys, along draft paths that have a native pass."""
 
-    def __init__(self, skeleton: Skeleton, cache: Cache | PagedCache, cos: Tensor, sin: Tensor) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        cache: Cache | PagedCache,
+        attention_specs: Sequence[tuple[AttentionSpec, RotaryTable]],
+    ) -> None:
         self._embed, self._dtype, self._layers = skeleton.embed, skeleton.sizes.dtype, len(skeleton.blocks)
-        self._batch = NativeBatch(cache, cos, sin)
+        self._batch = NativeBatch(cache, attention_specs)
 
     def forward(
         self,
@@ -33,15 +40,15 @@ class NativeRunner:
         tokens: Tensor,
         positions: int | Tensor,
         slots: int | Tensor,
-        mask: Tensor | None,
+        masks: Sequence[Tensor] | None,
         row: int,
         *,
         logits: Literal["all", "last"] | None,
         hidden: Sequence[int],
     ) -> ForwardOutput:
-        """Run `Runtime.forward` over tokens `[1, n]` of one cache row; `mask` is additive, `[1, 1, n, S]`."""
+        """Run `Runtime.forward` over tokens `[1, n]` of one cache row; `masks` are as in `NativeBatch.for_row`."""
         n = tokens.shape[1]
-        if n > CHUNK and mask is None and isinstance(positions, int) and isinstance(slots, int):
+        if n > CHUNK and masks is None and isinstance(positions, int) and isinstance(slots, int):
             steps = []
             for start in range(0, n, CHUNK):
                 chunk, wanted = (
@@ -54,7 +61,7 @@ class NativeRunner:
                     )
                 )
             return joined(steps)
-        batch = self._batch.for_row(n, positions, slots, mask, row, int8_cache=compiled.int8_cache)
+        batch = self._batch.for_row(n, positions, slots, masks, row, int8_cache=compiled.int8_cache)
         normed, streams = self._run(compiled, tokens, batch, hidden, logits is not None)
         hidden_streams = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
         if normed is None:

@@ -27,15 +27,19 @@ class PagedCache(CacheRows):
 
     `tables[row]` are the numbers of a row's blocks in order: slot s is in block `tables[row][s // BLOCK]`. The block
     allocator may change the tables between passes. Rows may share the blocks of a common prefix. No row has more than
-    `slots` slots. Pass the attribute `pool` to another cache to share the tables.
+    `slots` slots. Pass the attribute `pool` to another cache to share the tables. `track_positions`: whether to keep
+    `positions`, see `CacheRows`.
     """
 
-    def __init__(self, sizes: Sizes, layers: int, pool: BlockTables, *, rows: int, slots: int) -> None:
+    def __init__(
+        self, sizes: Sizes, layers: int, pool: BlockTables, *, rows: int, slots: int, track_positions: bool = False
+    ) -> None:
         super().__init__(rows, min(pool.blocks, -(-slots // BLOCK)) * BLOCK)
         tables = [list[int]() for _ in range(rows)] if pool.tables is None else pool.tables
         if len(tables) != rows or pool.blocks < 1:
             raise SelfspecError(f"{len(tables)} tables of {pool.blocks} blocks; expected {rows} tables of 1 or more")
         self.tables, self.blocks, self.pool = tables, pool.blocks, BlockTables(pool.blocks, tables)
+        self.positions = torch.arange(self.slots).repeat(rows, 1) if track_positions else None
         shape, dtype = (layers, pool.blocks, sizes.kv_heads), sizes.dtype
         self.keys = torch.zeros((*shape, sizes.head_dim, BLOCK), dtype=dtype)
         self.values = torch.zeros((*shape, BLOCK, sizes.head_dim), dtype=dtype)
@@ -71,3 +75,4 @@ class PagedCache(CacheRows):
             self.keys[:, new, :, :, to % BLOCK] = self.keys[:, old, :, :, source % BLOCK]
             self.values[:, new, :, to % BLOCK] = self.values[:, old, :, source % BLOCK]
         self.length[row] = end
+        self._settle_positions(row, start, end)

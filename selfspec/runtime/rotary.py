@@ -15,7 +15,8 @@ class RotaryTable:
     """Cosines and sines `[positions, 1, d]` of one RoPE, times `scale`: rotated x is x * cos + x[`partner`] * sin.
 
     `partner` `[d]` is the index of the dimension that each dimension is rotated with (None: the dimension d / 2 away).
-    `keep` is the identity matrix `[d, d]`, in the dtype and on the device of the model's first layer.
+    Only the first `rotary_dim` dimensions are rotated, `interleaved` or not, see `Rope`. `keep` is the identity matrix
+    `[d, d]`, in the dtype and on the device of the model's first layer.
     """
 
     def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:
@@ -37,6 +38,7 @@ class RotaryTable:
         self.cos = F.pad(cos, (0, rest), value=1.0).unsqueeze(1) * scale
         self.sin = (F.pad(sin, (0, rest)) * sign).unsqueeze(1) * scale
         self.partner = partner if rope.interleaved or rest else None
+        self.rotary_dim, self.interleaved = rotary_dim, rope.interleaved
         self._keep, self._swap = keep, keep[partner]
 
     def rotation(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, Into, Onto
-from selfspec.models.norms import LLAMAS, Formula, Norm, Norms
+from selfspec.models.norms import LLAMAS, NO_NORM, Formula, Norm, NormData, Norms
 from selfspec.models.triton_kernels.switch import ROWS
 
 SubLayer = Literal["attention", "mlp"]
@@ -62,8 +62,50 @@ function may overwrite the scores.
 """
 
 
-Plain = tuple[Sequence[Any], Sequence[Any]]
-"""A sub-layer's linears `(readers, writers)`: readers take the normalised residual stream, the writer adds to it."""
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+"""An MLP's activation, as far as native passes compute it; `gelu_tanh` is the approximation of GELU by tanh."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class NativeSubLayer:
+    """A sub-layer as data, for native passes, which call no module.
+
+    The linears `into`, side by side, read the residual stream normalised by `before`. The linear `onto` writes:
+    `factor` times its output, normalised by `after`, is added to the stream. A norm that is None cannot be computed.
+    """
+
+    into: Sequence[Any]
+    onto: Any
+    before: NormData | None
+    after: NormData | None = NO_NORM
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class NativeAttention(NativeSubLayer):
+    """An attention sub-layer as data.
+
+    `q_norm` and `k_norm` normalise each query and key head, or all query heads together, and all key heads, if their
+    weights are as long. `cap` is the soft cap of scores (0: none). `by_head`: `into` computes the query, the key and
+    the value of one head after the other, and not all queries, all keys and all values.
+    """
+
+    q_norm: NormData | None = NO_NORM
+    k_norm: NormData | None = NO_NORM
+    cap: float = 0.0
+    by_head: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class NativeMlp(NativeSubLayer):
+    """An MLP sub-layer as data: `into` computes gate and up if `gated`, else the input of `activation` alone.
+
+    `parallel`: the MLP reads the layer's input, and not the stream after attention.
+    """
+
+    activation: Activation | None
+    gated: bool = True
+    parallel: bool = False
 
 
 class Workspace(Protocol):
@@ -84,14 +126,14 @@ class Attention:
 
     `norm` normalises the residual stream. `qkv` computes queries, keys and values before RoPE, side by side,
     `[N, (H + 2 * H_kv) * d]`. `add` projects the heads' outputs `[N, H * d]` and adds the result to the residual
-    stream. `plain` are the linears, if `qkv` and `add` consist of these linears alone and attention is Llama's; else
-    None. `attention_spec` is the index into `Parts.attention_specs`. `weights` replaces the softmax, see `Weights`.
+    stream. `native` describes the sub-layer for native passes; None: they cannot compute it. `attention_spec` is the
+    index into `Parts.attention_specs`. `weights` replaces the softmax, see `Weights`.
     """
 
     norm: Norm
     qkv: Into
     add: Onto
-    plain: Plain | None = None
+    native: NativeAttention | None = None
     attention_spec: int = 0
     weights: Weights | None = None
 
@@ -107,15 +149,15 @@ class Mlp(Protocol):
 class GatedMlp:
     """The MLP down(act(gate(x)) * up(x)) of the normalised residual stream x; `act` may overwrite its input.
 
-    `plain` are the linears if `act` is SiLU, else None. `gated`, if not None, computes act(gate(x)) * up(x) at once for
-    up to `ROWS` rows.
+    `native` describes the MLP for native passes; None: they cannot compute it. `gated`, if not None, computes
+    act(gate(x)) * up(x) at once for up to `ROWS` rows.
     """
 
     norm: Norm
     gate_up: Into
     act: Call
     down: Onto
-    plain: Plain | None = None
+    native: NativeMlp | None = None
     gated: Into | None = None
 
     def run(self, work: Workspace) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Rope
+from selfspec.models.families.base import AttentionSpec, Block, Layer, Rope
 from selfspec.models.families.common import ParallelBlock, no_rotation, scaled, windows_of
 from selfspec.models.families.llama import Llama
 from selfspec.models.linears import Call
@@ -28,10 +27,6 @@ class Cohere2(Llama):
     def layer(self, layer: Any, attention_spec: int) -> Layer:
         """Return a layer's modules; one norm serves both sub-layers."""
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), (layer.input_layernorm,) * 2, attention_spec)
-
-    def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Return a layer's attention without `plain`, as native passes cannot compute it."""
-        return replace(super().attention(layer, norms), plain=None)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
         """Return a block whose sub-layers both read the layer's input."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from selfspec.models.families.base import Attention, Block, GatedMlp, Mlp, Rotary, Workspace
+from selfspec.models.families.base import Attention, Block, GatedMlp, Mlp, NativeMlp, Rotary, Workspace
 from selfspec.models.linears import Call, Into, Onto, linear
 from selfspec.models.norms import Norm
+
+Part = TypeVar("Part", Attention, GatedMlp)
 
 
 def windows_of(config: Any, layers: int) -> list[int | None]:
@@ -87,6 +89,11 @@ def scaled_onto(module: Any, factor: float) -> Onto:
     return lambda base, x: base.add_(call(x), alpha=factor)
 
 
+def with_native(part: Part, **changes: Any) -> Part:
+    """Return a sub-layer whose description for native passes has these changes, if it has a description."""
+    return part if part.native is None else replace(part, native=replace(part.native, **changes))
+
+
 def identity_norm(x: Tensor, _x_with_eps: Tensor, _out: Tensor) -> Tensor:
     """Return `x` itself: the `Norm` of a sub-layer whose input is not normalised."""
     return x
@@ -130,6 +137,7 @@ class PlainMlp:
     up: Into
     act: Call
     down: Onto
+    native: NativeMlp | None = None
 
     def run(self, work: Workspace) -> None:
         """Add the MLP's output to the residual stream."""
@@ -152,7 +160,8 @@ class ParallelBlock(Block):
             out.copy_(read if second is first else second(x, x_with_eps, out))
             return read
 
-        return replace(self.attention, norm=of_both), replace(self.mlp, norm=_left)
+        native = None if self.mlp.native is None else replace(self.mlp.native, parallel=True)
+        return replace(self.attention, norm=of_both), replace(self.mlp, norm=_left, native=native)
 
 
 def _left(_x: Tensor, _x_with_eps: Tensor, out: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.families.base import Attention, AttentionSpec, GatedMlp, Layer, Mlp, Parts, Rope, Rotary
-from selfspec.models.families.common import capped, capped_weights, normed_onto, windows_of
+from selfspec.models.families.common import capped, capped_weights, normed_onto, windows_of, with_native
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.qwen3 import with_normed_heads
 from selfspec.models.linears import Call
@@ -55,12 +55,12 @@ class Gemma2(Llama):
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention with a norm after it and capped scores."""
         limit = _cap(layer.module.self_attn.config)
-        return replace(
+        attention = replace(
             super().attention(layer, norms),
             add=normed_onto(layer.groups[1].module, norms.rows(layer.norms[2])),
-            plain=None,
             weights=None if limit is None else capped_weights(limit),
         )
+        return with_native(attention, after=norms.data(layer.norms[2]), cap=limit or 0.0)
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP with a norm after it."""
@@ -83,13 +83,15 @@ class Gemma3(Gemma2):
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention with normalised heads; scores are never capped, whatever the config says."""
-        return replace(with_normed_heads(super().attention(layer, norms), layer, norms), weights=None)
+        attention = with_normed_heads(super().attention(layer, norms), layer, norms)
+        return with_native(replace(attention, weights=None), cap=0.0)
 
 
 def normed_after(mlp: Mlp, layer: Layer, norms: Norms) -> GatedMlp:
     """Return an MLP whose output is normalised by the layer's last norm."""
     assert isinstance(mlp, GatedMlp)
-    return replace(mlp, down=normed_onto(layer.groups[3].module, norms.rows(layer.norms[3])), plain=None)
+    normed = replace(mlp, down=normed_onto(layer.groups[3].module, norms.rows(layer.norms[3])))
+    return with_native(normed, after=norms.data(layer.norms[3]))
 
 
 def _cap(config: Any) -> float | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.models.families.base import Attention, AttentionSpec, Layer, Mlp, Rope
-from selfspec.models.families.common import interleaved_rotary, normed_onto, windows_of
+from selfspec.models.families.common import interleaved_rotary, normed_onto, windows_of, with_native
 from selfspec.models.families.gemma import normed_after
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.phi3 import fused_mlp
@@ -40,7 +40,7 @@ class Glm4(Llama):
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention with a norm after it."""
         add = normed_onto(layer.groups[1].module, norms.rows(layer.norms[2]))
-        return replace(super().attention(layer, norms), add=add, plain=None)
+        return with_native(replace(super().attention(layer, norms), add=add), after=norms.data(layer.norms[2]))
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP with a norm after it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
-from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Mlp, Parts, Rope
+from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Mlp, NativeAttention, Parts, Rope
 from selfspec.models.families.cohere2 import parallel
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.starcoder2 import plain_mlp
@@ -58,7 +58,8 @@ class GptNeoX(Llama):
         """Return a layer's attention, which reorders the fused linear's output to queries, keys and values."""
         qkv, o = layer.groups[:2]
         norm = norms.read(layer.norms[0], device_of(layer.norms[0]))
-        return Attention(norm, _apart(qkv.module, layer.module.attention.head_size), linear_onto(o.module))
+        native = NativeAttention(into=qkv.modules, onto=o.module, before=norms.data(layer.norms[0]), by_head=True)
+        return Attention(norm, _apart(qkv.module, layer.module.attention.head_size), linear_onto(o.module), native)
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, without a gate."""

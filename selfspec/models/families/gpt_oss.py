@@ -36,7 +36,7 @@ class GptOss(Mixtral):
         sinks = layer.module.self_attn.sinks
         kv_heads = layer.module.self_attn.config.num_key_value_heads
         return replace(
-            super().attention(layer, norms), plain=None, weights=_softmax_with_sinks(sinks.detach(), kv_heads)
+            super().attention(layer, norms), native=None, weights=_softmax_with_sinks(sinks.detach(), kv_heads)
         )
 
 

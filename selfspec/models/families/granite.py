@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp, Parts
-from selfspec.models.families.common import scaled, scaled_onto
+from selfspec.models.families.common import scaled, scaled_onto, with_native
 from selfspec.models.families.llama import Llama
 from selfspec.models.linears import Call
 from selfspec.models.norms import Norms
@@ -25,12 +25,13 @@ class Granite(Llama):
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention, whose output has a multiplier."""
-        add = scaled_onto(layer.groups[1].module, layer.module.residual_multiplier)
-        return replace(super().attention(layer, norms), add=add, plain=None)
+        factor = layer.module.residual_multiplier
+        add = scaled_onto(layer.groups[1].module, factor)
+        return with_native(replace(super().attention(layer, norms), add=add), factor=factor)
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, whose output has a multiplier."""
         mlp = super().mlp(layer, norms)
         assert isinstance(mlp, GatedMlp)
-        down = scaled_onto(layer.groups[3].module, layer.module.residual_multiplier)
-        return replace(mlp, down=down, plain=None)
+        factor = layer.module.residual_multiplier
+        return with_native(replace(mlp, down=scaled_onto(layer.groups[3].module, factor)), factor=factor)

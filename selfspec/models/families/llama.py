@@ -6,22 +6,36 @@ and optionally sliding windows in some or all layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
-from selfspec.models.families.base import Attention, AttentionSpec, Block, GatedMlp, Layer, Mlp, Parts, Rope, Rotary
+from selfspec.models.families.base import (
+    Activation,
+    Attention,
+    AttentionSpec,
+    Block,
+    GatedMlp,
+    Layer,
+    Mlp,
+    NativeAttention,
+    NativeMlp,
+    Parts,
+    Rope,
+    Rotary,
+)
 from selfspec.models.families.common import windows_of
 from selfspec.models.linears import (
     Call,
     Group,
+    Mapped,
     embedding,
     gated,
     is_plain,
@@ -104,22 +118,13 @@ class Llama:
             norm=norms.read(layer.norms[0], device_of(layer.norms[0])),
             qkv=side_by_side(qkv.modules),
             add=linear_onto(o.module),
-            plain=(qkv.modules, o.modules),
+            native=NativeAttention(into=qkv.modules, onto=o.module, before=norms.data(layer.norms[0])),
             attention_spec=layer.attention_spec,
         )
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP."""
-        gate_up, down = layer.groups[2:]
-        act, silu = activation(layer.module.mlp.act_fn)
-        return GatedMlp(
-            norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
-            gate_up=side_by_side(gate_up.modules),
-            act=act,
-            down=linear_onto(down.module),
-            plain=(gate_up.modules, down.modules) if silu else None,
-            gated=gated(gate_up.modules) if silu else None,
-        )
+        return gated_mlp(layer, norms, layer.module.mlp.act_fn)
 
     def embed(self, parts: Parts) -> Call:
         """Return the embedding, with the family's multiplier."""
@@ -136,11 +141,42 @@ class Llama:
         return None if call is None else _then(call, parts.logits)
 
 
-def activation(module: Any) -> tuple[Call, bool]:
-    """Return an activation function, and whether it is SiLU; SiLU is computed in place."""
-    silu = type(module) in (nn.SiLU, SiLUActivation) and is_plain(module)
-    return (partial(F.silu, inplace=True) if silu else module), silu
+def gated_mlp(layer: Layer, norms: Norms, act_fn: Any) -> GatedMlp:
+    """Return a layer's MLP with `act_fn` as the activation of its gate."""
+    gate_up, down = layer.groups[2:]
+    act, kind = activation(act_fn)
+    return GatedMlp(
+        norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
+        gate_up=side_by_side(gate_up.modules),
+        act=act,
+        down=linear_onto(down.module),
+        native=native_mlp(layer, norms, kind),
+        gated=gated(gate_up.modules) if kind == "silu" else None,
+    )
+
+
+def native_mlp(layer: Layer, norms: Norms, kind: Activation | None, *, gated: bool = True) -> NativeMlp:
+    """Return the description of a layer's MLP for native passes."""
+    into, onto = layer.groups[2:]
+    return NativeMlp(
+        into=into.modules, onto=onto.module, before=norms.data(layer.norms[1]), activation=kind, gated=gated
+    )
+
+
+_ACTIVATIONS: Mapping[type, Activation] = {
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    GELUActivation: "gelu",
+    GELUTanh: "gelu_tanh",
+    NewGELUActivation: "gelu_tanh",
+}
+
+
+def activation(module: Any) -> tuple[Call, Activation | None]:
+    """Return an activation function, and its kind if native passes compute it; SiLU is computed in place."""
+    kind = _ACTIVATIONS.get(type(module)) if is_plain(module) else None
+    return (partial(F.silu, inplace=True) if kind == "silu" else module), kind
 
 
 def _then(first: Call, second: Call | None) -> Call:
-    return first if second is None else lambda x: second(first(x))
+    return first if second is None else Mapped(first, second)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp
-from selfspec.models.families.common import identity_norm, normed_onto, normed_projections
+from selfspec.models.families.common import identity_norm, normed_onto, normed_projections, with_native
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.qwen3 import shape_of
-from selfspec.models.norms import Formula, Norms
+from selfspec.models.norms import NO_NORM, Formula, Norms
 
 
 class Olmo2(Llama):
@@ -26,12 +26,18 @@ class Olmo2(Llama):
         """Return a layer's attention, with all heads of queries normalised together, and all of keys."""
         attention, module = super().attention(layer, norms), layer.module.self_attn
         q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
-        return replace(
+        normed = replace(
             attention,
             norm=identity_norm,
             qkv=normed_projections(attention.qkv, q_norm, k_norm, shape_of(module)),
             add=normed_onto(layer.groups[1].module, norms.rows(layer.norms[0])),
-            plain=None,
+        )
+        return with_native(
+            normed,
+            before=NO_NORM,
+            after=norms.data(layer.norms[0]),
+            q_norm=norms.data(module.q_norm),
+            k_norm=norms.data(module.k_norm),
         )
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
@@ -39,4 +45,5 @@ class Olmo2(Llama):
         mlp = super().mlp(layer, norms)
         assert isinstance(mlp, GatedMlp)
         down = normed_onto(layer.groups[3].module, norms.rows(layer.norms[1]))
-        return replace(mlp, norm=identity_norm, down=down, plain=None)
+        normed = replace(mlp, norm=identity_norm, down=down)
+        return with_native(normed, before=NO_NORM, after=norms.data(layer.norms[1]))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from selfspec.models.dispatch import device_of
-from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp
-from selfspec.models.families.llama import Llama, activation
-from selfspec.models.linears import Group, linear_onto, side_by_side
+from selfspec.models.families.base import GatedMlp, Layer, Mlp
+from selfspec.models.families.llama import Llama, gated_mlp
+from selfspec.models.linears import Group
 from selfspec.models.norms import Norms
 
 
@@ -24,12 +23,6 @@ class Phi3(Llama):
             Group(mlp, ("down_proj",), writes=True),
         )
 
-    def attention(self, layer: Layer, norms: Norms) -> Attention:
-        """Return a layer's attention, without `plain` if RoPE is partial: native passes rotate whole heads only."""
-        attention = super().attention(layer, norms)
-        share = layer.module.self_attn.config.rope_parameters.get("partial_rotary_factor", 1.0)
-        return attention if share == 1.0 else replace(attention, plain=None)
-
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, with fused gate and up."""
         return fused_mlp(layer, norms)
@@ -37,12 +30,4 @@ class Phi3(Llama):
 
 def fused_mlp(layer: Layer, norms: Norms) -> GatedMlp:
     """Return an MLP whose gate and up are one linear."""
-    gate_up, down = layer.groups[2:]
-    act, silu = activation(layer.module.mlp.activation_fn)
-    return GatedMlp(
-        norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
-        gate_up=side_by_side(gate_up.modules),
-        act=act,
-        down=linear_onto(down.module),
-        plain=(gate_up.modules, down.modules) if silu else None,
-    )
+    return replace(gated_mlp(layer, norms, layer.module.mlp.activation_fn), gated=None)

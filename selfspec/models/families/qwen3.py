@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.models.families.base import Attention, Layer
-from selfspec.models.families.common import normed_heads
+from selfspec.models.families.common import normed_heads, with_native
 from selfspec.models.families.llama import Llama
 from selfspec.models.norms import Norms
 
@@ -22,8 +22,9 @@ class Qwen3(Llama):
 def with_normed_heads(attention: Attention, layer: Layer, norms: Norms) -> Attention:
     """Return attention whose query and key heads are normalised by its module's `q_norm` and `k_norm`."""
     module = layer.module.self_attn
-    q_norm, k_norm = norms.rows(module.q_norm), norms.rows(module.k_norm)
-    return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)), plain=None)
+    qkv = normed_heads(attention.qkv, norms.rows(module.q_norm), norms.rows(module.k_norm), shape_of(module))
+    q_norm, k_norm = norms.data(module.q_norm), norms.data(module.k_norm)
+    return with_native(replace(attention, qkv=qkv), q_norm=q_norm, k_norm=k_norm)
 
 
 def shape_of(attention: Any) -> tuple[int, int, int]:

@@ -26,11 +26,11 @@ class StableLm(Llama):
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention; with `qk_layernorm`, each query and key head has its own norm."""
-        attention, module = replace(super().attention(layer, norms), plain=None), layer.module.self_attn
+        attention, module = super().attention(layer, norms), layer.module.self_attn
         if not module.qk_layernorm:
             return attention
         q_norm, k_norm = _by_head(module.q_layernorm), _by_head(module.k_layernorm)
-        return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)))
+        return replace(attention, qkv=normed_heads(attention.qkv, q_norm, k_norm, shape_of(module)), native=None)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
         """Return a layer's block, parallel or sequential by its `use_parallel_residual`."""

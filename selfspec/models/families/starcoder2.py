@@ -7,7 +7,7 @@ from typing import Any
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Layer, Mlp
 from selfspec.models.families.common import PlainMlp
-from selfspec.models.families.llama import Llama, activation
+from selfspec.models.families.llama import Llama, activation, native_mlp
 from selfspec.models.linears import Group, linear_onto, side_by_side
 from selfspec.models.norms import Norms
 
@@ -27,9 +27,11 @@ class Starcoder2(Llama):
 def plain_mlp(layer: Layer, norms: Norms, act: Any) -> PlainMlp:
     """Return an MLP of two linears with `act` between them."""
     up, down = layer.groups[2:]
+    call, kind = activation(act)
     return PlainMlp(
         norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
         up=side_by_side(up.modules),
-        act=activation(act)[0],
+        act=call,
         down=linear_onto(down.module),
+        native=native_mlp(layer, norms, kind, gated=False),
     )

@@ -37,7 +37,7 @@ from selfspec.types.skip import SkipSet
 
 each_half = pytest.mark.parametrize("dtype", HALVES)
 SIZES = [(1, 1), (3, 17), (33, 300), (48, 64), (70, 83), (16, 32)]
-NAMES = ["llama", "llama-mqa-tied", "llama-biases", "qwen2"]
+NAMES = ["llama", "llama-mqa-tied", "llama-biases", "qwen2", "gemma3"]
 
 
 def exact_in(dtype, out, into, seed=0):
@@ -181,7 +181,7 @@ def test_a_held_model_has_the_bits_of_the_float32_model(dtype, name):
 
 @needs_native
 def test_memory_is_halved_and_a_tied_embedding_is_shared():
-    for name in ("llama", "llama-mqa-tied"):
+    for name in ("llama", "llama-mqa-tied", "gemma3"):
         model = model_in(torch.bfloat16, name)
         norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
         before = weight_bytes(model)

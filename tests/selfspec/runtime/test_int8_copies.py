@@ -143,6 +143,6 @@ def test_over_many_slots_a_token_has_the_same_bits_alone_and_among_others(name, 
             found.append(torch.cat(parts, 1))
         other = runtime.forward(tokens, 640, path=compiled, rows=slice(0, 1), between=(0,)).logits
     assert all(torch.equal(found[0], one) for one in found[1:])
-    assert float((found[0] - other).float().norm()) < (0.06 if path is LOW or "bf" in name else 1e-4) * float(
+    assert float((found[0] - other).float().norm()) < (0.1 if path is LOW else 0.06 if "bf" in name else 1e-4) * float(
         other.float().norm()
     )

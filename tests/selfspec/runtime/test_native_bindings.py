@@ -70,13 +70,14 @@ def assert_near(ours, theirs, *, quantized_drafts=False):
 
     In bfloat16, whose errors are many and some of them large, by a share of all of it together. So are quantised
     drafts: native products round rows to int8, a value by up to 1/254 of the largest of 32, and where two ways differ
-    in a row's last bit, it may be rounded to the next step.
+    in a row's last bit, it may be rounded to the next step. A norm after a sub-layer makes these errors no smaller.
     """
     half, ours, theirs = ours.dtype == torch.bfloat16, ours.float(), theirs.float()
     known = theirs.isfinite()
     assert torch.equal(ours.isinf(), theirs.isinf())
     if half or quantized_drafts:
-        assert float((ours - theirs)[known].norm()) < 0.06 * float(theirs[known].norm())
+        allowed = 0.1 if quantized_drafts else 0.06
+        assert float((ours - theirs)[known].norm()) < allowed * float(theirs[known].norm())
         return
     scale = theirs[known].abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-4, rtol=0)
@@ -406,14 +407,37 @@ def test_streams_between_layers_come_from_native_passes_too(name, n, path, monke
         assert_near(mine, other)
 
 
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new"])
+@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+def test_activations_of_any_size_are_those_of_torch(name, act):
+    """From numbers near 0 to ones that a gate shuts, or opens, entirely."""
+    found = []
+    for layout in ("native", "rows"):
+        model = model_of(name, layout, hidden_act=act)
+        for layer in model.model.layers:
+            norm = layer.post_attention_layernorm
+            norm.weight.data = torch.logspace(-2, 2.5, norm.weight.numel())
+        runtime = LeanRuntime(model)
+        assert (runtime.compile(FULL).native is None) == (layout == "rows")
+        with runtime.session(N):
+            found.append(runtime.forward(tokens_for(0, 16), 0).logits)
+    assert_near(*found)
+
+
 def hooked(model):
     model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: out * 1.5)
     return model
 
 
+def norm_hooked(model):
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda module, args, out: out * 1.5)
+    return model
+
+
 NOT_PLAIN = {
     "a hook": lambda: hooked(model_of("llama")),
-    "another activation": lambda: model_of("llama", hidden_act="gelu"),
+    "another activation": lambda: model_of("llama", hidden_act="relu"),
+    "a norm with a hook": lambda: norm_hooked(model_of("llama")),
     "heads of 8": lambda: model_of("llama", head_dim=8),
     "an odd width": lambda: model_of("llama", intermediate_size=72),
     "another layout": lambda: model_of("llama", "rows"),

@@ -6,12 +6,16 @@ import pytest
 import torch
 from layouts import needs_native
 from models import SIZES, tiny
+from natives import WINDOW as SHORT
+from natives import model_of, tokens_for
 from transformers import MistralConfig, Phi3Config
 
 from selfspec.models.layout import apply_layout_
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.native_bindings import NativePass
+from selfspec.speculation.drafts import Draft
+from selfspec.speculation.tree_batch import PlacedDraft
 
 WINDOW, N = 24, 48
 WHOLE = {**SIZES, "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96}  # heads of 16
@@ -47,8 +51,7 @@ def test_what_stands_near_enough_is_seen():
     ids=lambda config: config.model_type,
 )
 @torch.no_grad()
-def test_native_passes_end_where_the_window_does(config, monkeypatch):
-    """Up to there nothing is hidden; from there on passes are made of operations."""
+def test_native_passes_go_on_past_the_window(config, monkeypatch):
     model = tiny(config, dtype=torch.float32)
     tokens = torch.randint(61, (1, N), generator=torch.Generator().manual_seed(0))
     theirs = model(tokens, use_cache=False).logits
@@ -58,4 +61,52 @@ def test_native_passes_end_where_the_window_does(config, monkeypatch):
     with runtime.session(N):
         ours = [runtime.forward(tokens[:, at : at + 1], at).logits for at in range(N)]
     torch.testing.assert_close(torch.cat(ours, 1) / theirs.abs().max(), theirs / theirs.abs().max(), atol=1e-4, rtol=0)
-    assert len(natively) == WINDOW
+    assert len(natively) == N
+
+
+DEEP = 20  # more than the window
+LONE = tuple(range(-1, DEEP - 1))  # a chain's parents
+WINDOWED = ["qwen2-window", "gemma3", "cohere2"]  # some layers of each have a window
+
+
+@needs_native
+@pytest.mark.parametrize("name", WINDOWED)
+def test_trees_deeper_than_the_window_are_those_of_operations(name):
+    """Nodes hide the root and nodes far above them; then an eager pass reads the same positions."""
+    draft = Draft(tuple(range(DEEP + 2)), (*LONE, -1, DEEP - 3), None, (-1,) * (DEEP + 2))
+    found = []
+    for layout in ("native", "rows"):
+        runtime = LeanRuntime(model_of(name, layout))
+        with runtime.session(80):
+            runtime.forward(tokens_for(0, 30), 0, logits=None)
+            (tree,) = runtime.forward_drafts([PlacedDraft(0, 5, 30, draft)])
+            mask = torch.ones(1, 1, 30 + DEEP, dtype=torch.bool)
+            after = runtime.forward(tokens_for(1, 1), 30 + DEEP, slots=29 + DEEP, mask=mask, between=(0,))
+            found.append(torch.cat([tree.logits, after.logits], 1))
+    assert DEEP > SHORT
+    torch.testing.assert_close(*(logits / found[1].abs().max() for logits in found), atol=1e-4, rtol=0)
+
+
+@needs_native
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_cache_in_blocks_hides_what_rows_hide(name):
+    """Under any mask, too: positions of slots are kept for both."""
+    rows = LeanRuntime(model_of(name), rows=2)
+    pool = rows.with_new_cache(rows=2, blocks=4)
+    draft, row = Draft((1, 2, 3, 4), (-1, 0, 0, -1), None, (-1,) * 4), slice(1, 2)
+    mask = torch.rand(1, 3, 43, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, :, 40:] = True
+    found = []
+    for runtime in (rows, pool):
+        with runtime.session(80):
+            if runtime is pool:
+                runtime.cache.tables[1][:] = [3, 1]
+            for start in (0, 15):
+                runtime.forward(tokens_for(start, 15), start, rows=row)
+            runtime.forward_drafts([PlacedDraft(1, 5, 30, draft)])
+            runtime.cache.length[1] = 30
+            runtime.cache.commit(1, (0, 2))
+            positions = torch.tensor([[33, 34, 34]])
+            found.append(runtime.forward(tokens_for(3, 3), positions, slots=40, mask=mask, rows=row).logits)
+            found[-1] = torch.cat([found[-1], runtime.forward(tokens_for(4, 1), 33, rows=row).logits], 1)
+    assert torch.equal(*found)
