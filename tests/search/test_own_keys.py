@@ -213,7 +213,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: costs)
     for measuring in ("measure", "_best"):
         monkeypatch.setattr(finalists, measuring, None)
-    options = {"trials": 3, "count": 2, "max_new_tokens": 8, "granularity": "layer"}
+    options = {"trials": 3, "count": 2, "max_new_tokens": 24, "granularity": "layer"}
     profile = find_profile(llm, kv="own", storage=tmp_path / "trials", **options)
     assert (profile.search.kv, profile.measured) == ("own", [])
     assert (profile.draft.candidates, profile.draft.vocabulary) == (1, None)

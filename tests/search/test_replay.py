@@ -210,7 +210,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
         def replayed(sampler, new=new):
             replay = Replay(
                 model,
-                [TargetText((*prompt, *new), len(prompt), room)],
+                [TargetText((*prompt, *new), len(prompt) - 1, room + 1)],  # the first round emits the prompt's last
                 sampler=Sampler(temperature=1.0),
                 rule=rule,
                 depth=2,
@@ -220,10 +220,10 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
                 noise=lambda ids, depth: Branching(ids, sampler),
             )
             with replay:
-                (trace,) = replay.trace(skip, [controller], share=0.3)
+                (trace,) = replay.trace(skip, [controller], share=0.5)
             (walked,) = walk([trace], controller, candidates=candidates)
-            emitted = new[: walked.stats.tokens]
-            return emitted, walked.stats.accepted, shown(trace.confidences[0])
+            emitted = new[: walked.stats.tokens - 1]
+            return emitted, walked.stats.accepted, shown(trace.confidences[1])
 
         for outcome, weight in enumerate_outcomes(replayed):
             found[outcome] += chance * weight
