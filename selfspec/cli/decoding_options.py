@@ -11,7 +11,7 @@ import yaml
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import parse_json, read_text
-from selfspec.cli.common import checked_profile, model_for, search_hint, set_threads, stderr
+from selfspec.cli.common import model_for, profile_named, search_hint, set_threads, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
 from selfspec.models.loading import check_at_hand
@@ -152,10 +152,8 @@ class DecodingRequest:
 
 def decoding(options: DecodingOptions) -> DecodingRequest:
     """Return the request for `options`, checked as far as possible without heavy imports. Raises `SelfspecError`."""
-    profile: str | Profile = options.profile
-    if options.profile not in ("auto", "none"):
-        profile = checked_profile(options.profile)
-    model = model_for(options.model, profile if isinstance(profile, Profile) else None)
+    profile = profile_named(options.profile)
+    model = model_for(options.model, profile)
     controller = None if options.controller is None else parse_controller(options.controller)
     if options.method is not None:
         check_method(options.method)
@@ -163,7 +161,7 @@ def decoding(options: DecodingOptions) -> DecodingRequest:
             check_at_hand(smaller)
     _check_stops(options.stop or ())
     schema = None if options.json_schema is None else read_text(options.json_schema)
-    return DecodingRequest(options, model, profile, controller, schema)
+    return DecodingRequest(options, model, profile or options.profile, controller, schema)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

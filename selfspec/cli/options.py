@@ -18,7 +18,7 @@ from selfspec.search.options import SearchOptions
 from selfspec.training.options import TrainOptions
 from selfspec.types.methods import OWN
 
-BENCHED = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"  # the methods that `bench` runs if none are named
+BENCHED = "plain,skip,hf,hf-prompt-lookup"  # the methods that `bench` runs if none are named
 _DRAFTING = "Drafting"
 _GUIDED = "Guided generation (needs llguidance)"
 _SAMPLING = "Sampling"
@@ -33,9 +33,6 @@ Model = Annotated[
         "-m",
         help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; by default the profile's model.",
     ),
-]
-NamedModel = Annotated[
-    str, typer.Option("--model", "-m", help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")
 ]
 Controller = Annotated[
     str | None,
@@ -76,10 +73,7 @@ class DraftingOptions:
     model: Model = None
     profile: Annotated[
         str,
-        typer.Option(
-            help="Profile: a file, the name of a shipped profile, or auto: a shipped profile for the model, else one "
-            "that skips every second layer."
-        ),
+        typer.Option(help="Profile: a file, the name of a shipped one, or auto: the one that generate drafts with."),
     ] = "auto"
     controller: Controller = None
     store: Store = None
@@ -89,7 +83,7 @@ class DraftingOptions:
 class SearchCommand:
     """Options of `search`."""
 
-    model: NamedModel = "builtin"
+    model: Model = None
     data: DataOptions
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml")
     search_options: SearchOptions
@@ -120,7 +114,7 @@ class TrainCommand:
             "model: distill; copy of the model: layerskip.",
         ),
     ]
-    model: NamedModel = "builtin"
+    model: Model = None
     profile: Annotated[
         str,
         typer.Option(
@@ -144,11 +138,11 @@ class ConvertCommand:
         Path, typer.Argument(metavar="FOLDER", help="Folder of the draft head, with its config.json and weights.")
     ]
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model", "-m", help="Model that the draft head is for: a folder, GGUF file, hub id, or smollm2-135m."
         ),
-    ]
+    ] = None
     profile: Annotated[
         str,
         typer.Option(
@@ -388,13 +382,13 @@ class IndexCommand:
         typer.Argument(help="Files and folders of texts; .jsonl and .parquet files are read by row.", metavar="TEXTS"),
     ]
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             "-m",
             help="Model whose tokenizer is used: a folder, GGUF file, hub id, smollm2-135m, or builtin.",
         ),
-    ] = "builtin"
+    ] = None
     out: Annotated[Path, typer.Option(help="File to write the retrieval store to.")] = Path("texts.store")
     add: Annotated[bool, typer.Option("--add", help="Add to the retrieval store at --out instead of replacing it.")] = (
         False
@@ -415,9 +409,7 @@ class ReportCommand:
     out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("report.html")
     profile: Annotated[
         str | None,
-        typer.Option(
-            help="Profile: a file, or the name of a shipped one; by default the study's best or the built-in model's."
-        ),
+        typer.Option(help="Profile: a file, or the name of a shipped one; by default the study's best."),
     ] = None
     study: Annotated[str | None, typer.Option(help="Study: a file of trials, or its name in --storage.")] = None
     storage: Storage = None

@@ -15,6 +15,7 @@ import layouts
 import optuna
 import postgres
 import pytest
+from builtin_model import on_builtin
 from selfspec.search.ledger import Ledger
 from selfspec.search.storage import open_storage
 from studies import small_study
@@ -53,7 +54,7 @@ def storage(request, tmp_path_factory):
 def worker(warm, event, storage, folder, *options):
     """A search in a process of its own, with an event of `command.EVENTS`."""
     folder.mkdir(exist_ok=True)
-    arguments = [warm.python, COMMAND, event, "search", "--storage", storage, *OPTIONS, *options]
+    arguments = [warm.python, COMMAND, event, *on_builtin(["search", "--storage", storage, *OPTIONS, *options])]
     return subprocess.Popen([*map(str, arguments)], cwd=folder, stderr=subprocess.PIPE, env=os.environ)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import command
 import pytest
 import torch
+from builtin_model import on_builtin
 from layouts import fastest, needs_native, seconds_by_rows
 from models import CONFIGS, tiny
 from selfspec.search.ledger import Ledger
@@ -37,6 +38,7 @@ from selfspec.types.skip import SkipSet
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
+SHIPPED = "stdlib-llama-3.7m"
 PUBLISHED = "llama-2-13b-swift-cnndm"
 
 
@@ -62,7 +64,7 @@ def interrupted(warm, event, *args, cwd):
     It reaches the process even where the tests run in the background of a shell, which has it ignored.
     """
     return subprocess.run(
-        [warm.python, command.__file__, event, *map(str, args)],
+        [warm.python, command.__file__, event, *on_builtin(args)],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         capture_output=True,
         text=True,
@@ -364,9 +366,11 @@ class TestGenerate:
 
 class TestAudit:
     def test_float64_has_no_difference(self, cli):
-        code, out, _ = cli("audit", "--dtype", "float64", "--num-prompts", 2, "--max-new-tokens", 12)
+        code, out, _ = cli(
+            "audit", "--profile", SHIPPED, "--dtype", "float64", "--num-prompts", 2, "--max-new-tokens", 12
+        )
         assert code == 0
-        skipped = len(find_profile_file("stdlib-llama-3.7m").skip_set)
+        skipped = len(find_profile_file(SHIPPED).skip_set)
         assert f"drafts: profile stdlib-llama-3.7m, {skipped} sub-layers" in out
         assert re.search(r"2 prompts, 24 tokens, \d+ drafted, \d+ accepted \(\d+%\): 0 near-ties, 0 bugs", out)
 
@@ -387,7 +391,7 @@ class TestAudit:
         (tmp_path / "p.txt").write_text("!\n")  # a token that even 61 tokens hold
         code, out, _ = cli("audit", "--model", "m", "--prompts", "p.txt", "--max-new-tokens", 6)
         assert code == 0
-        assert "every second layer skipped, as there is no profile" in out
+        assert "drafts: no profile known, 8 sub-layers in int8, the head in int8; proposers: lookup" in out
 
     def test_a_bug_is_exit_code_1(self, cli, monkeypatch):
         right = RULES["greedy"]
@@ -397,14 +401,14 @@ class TestAudit:
             return Verdict(path, following if not len(draft) or position % 3 else (following + 1) % 4096, p)
 
         monkeypatch.setitem(RULES, "greedy", wrong)
-        code, out, _ = cli("audit", "--num-prompts", 1, "--max-new-tokens", 20)
+        code, out, _ = cli("audit", "--profile", SHIPPED, "--num-prompts", 1, "--max-new-tokens", 20)
         assert code == 1
         assert "a BUG, please report it" in out
         assert "in plain decoding" in out
 
 
 class TestBench:
-    ARGS = ("bench", "--num-prompts", 2, "--max-new-tokens", 6, "--rounds", 1)
+    ARGS = ("bench", "--profile", SHIPPED, "--num-prompts", 2, "--max-new-tokens", 6, "--rounds", 1)
 
     def test_every_method_at_every_temperature(self, cli, tmp_path):
         code, out, err = cli(*self.ARGS, "--json", "--out", "bench.json")
@@ -414,18 +418,20 @@ class TestBench:
         assert (data["prompts"], data["max_new_tokens"], data["rounds"], data["widened"]) == (2, 6, 1, 1)
         assert [at["temperature"] for at in data["temperatures"]] == [0, 0.8]
         for at in data["temperatures"]:
-            assert list(at["methods"]) == ["plain", "skip", "hf", "hf-early-exit", "hf-prompt-lookup"]
+            assert list(at["methods"]) == ["plain", "skip", "hf", "hf-prompt-lookup"]
             assert at["methods"]["plain"]["ratio"]["plain"]["median"] == 1
             assert at["methods"]["hf"]["ratio"]["hf"]["median"] == 1
             assert at["plain_of_roofline"] > 0
             assert at["skip"]["oracle"]["speedup"] > 0
-        assert re.search(r"temperature 0: 10 runs will take about \d+ (s|min), for each of 2 temperatures", err)
+        assert re.search(r"temperature 0: 8 runs will take about \d+ (s|min), for each of 2 temperatures", err)
 
     def test_a_seed_repeats_the_texts(self, cli, monkeypatch):
         seen, run = [], Benchmark._run
         monkeypatch.setattr(Benchmark, "_run", lambda *args: seen.append(run(*args)) or seen[-1])
         args = (
             "bench",
+            "--profile",
+            SHIPPED,
             "--num-prompts",
             2,
             "-n",
@@ -492,13 +498,14 @@ class TestCompare:
             assert at["methods"]["model:builtin"]["memory_bytes"] > at["methods"]["lookup"]["memory_bytes"]
         assert found["recommended"]["method"] in at["methods"]
 
-    def test_what_ships_for_the_model_is_measured_too(self, cli):
-        code, out, _ = cli(
-            "compare", "--num-prompts", 2, "--max-new-tokens", 4, "--patience", 2, "--temperature", "0", "--json"
-        )
-        found = json.loads(out)
-        assert code == 0
-        assert found["source"].startswith("profile stdlib-llama-3.7m")
+    def test_what_ships_for_the_model_is_measured_unless_it_was_slower(self, cli, monkeypatch):
+        args = ("compare", "--num-prompts", 2, "--max-new-tokens", 4, "--patience", 2, "--temperature", "0", "--json")
+        found = json.loads(cli(*args)[1])
+        assert found["source"] == "profile auto drafts nothing for this model"
+        assert "skip" not in found["temperatures"][0]["methods"]
+        monkeypatch.setattr(Profile, "slower", False)
+        found = json.loads(cli(*args)[1])
+        assert found["source"].startswith("profile stdlib-llama-3.7m, ")
         assert "skip" in found["temperatures"][0]["methods"]
 
     def test_tasks_take_turns_and_have_their_fastest(self, cli, tmp_path):
@@ -585,7 +592,7 @@ class TestSearch:
         done = interrupted(warm, "interrupted:3", *args, cwd=tmp_path)
         assert done.returncode == 130
         assert "Traceback" not in done.stderr
-        assert f"run the same command again: selfspec {' '.join(map(str, args))}" in done.stderr
+        assert f"run the same command again: selfspec {' '.join(on_builtin(args))}" in done.stderr
         profile = read_profile(tmp_path / "profile.yaml")
         assert profile.note == "interrupted after 3 trials; not measured"
         assert profile.path.cheaper
@@ -785,7 +792,10 @@ WRONG = {
     "broken profile": (["generate", "x", "--profile", "broken.yaml"], "broken.yaml, line 2: not valid YAML"),
     "unknown key": (["generate", "x", "--profile", "key.yaml"], "key.yaml: unknown key 'draft.skip.heads'"),
     "index out of range": (["generate", "x", "--profile", "index.yaml"], "layer 16 does not exist; the model has 16"),
-    "another model's": (["generate", "x", "--profile", "other.yaml"], "another model: layers 4 in the profile, 16"),
+    "another model's": (
+        ["generate", "x", "--profile", "other.yaml", "--model", "builtin"],
+        "another model: layers 4 in the profile, 16",
+    ),
     "validate another's": (
         ["profile", "validate", "other.yaml", "--model", "builtin"],
         "of another model than builtin",
@@ -958,10 +968,16 @@ WRONG = {
     "two guides": (["generate", "x", "--regex", "a", "--json-schema", "key.json"], "expected one of them"),
     "no schema": (["generate", "x", "--json-schema", "no.json"], "no.json: no such file"),
     "no schema's text": (["generate", "x", "--json-schema", "empty.txt"], "JSON schema"),
-    "audit nothing": (["audit", "--profile", "index2.yaml"], "index2.yaml drafts nothing; expected a profile that"),
+    "audit nothing": (
+        ["audit", "--profile", "index2.yaml", "--model", "builtin"],
+        "profile index2.yaml drafts nothing for this model; expected --profile with one that drafts",
+    ),
     "audit no prompts": (["audit", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
-    "audit outgrows": (["audit", "--max-new-tokens", "1024"], "outgrow the model's context"),
-    "audit's profile": (["audit", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
+    "audit outgrows": (["audit", "--profile", SHIPPED, "--max-new-tokens", "1024"], "outgrow the model's context"),
+    "audit's profile": (
+        ["audit", "--profile", "other.yaml", "-m", "builtin"],
+        "of another model: layers 4 in the profile, 16",
+    ),
     "bench method": (
         ["bench", "--methods", "plain,magic"],
         "method 'magic' is not known; known: plain, skip, path, guarded, early-exit, lookup, ",
@@ -988,7 +1004,10 @@ WRONG = {
     ),
     "bench no prompts": (["bench", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "bench outgrows": (["bench", "--max-new-tokens", "1024"], "outgrow the model's context"),
-    "bench's profile": (["bench", "--profile", "other.yaml"], "of another model: layers 4 in the profile, 16"),
+    "bench's profile": (
+        ["bench", "--profile", "other.yaml", "-m", "builtin"],
+        "of another model: layers 4 in the profile, 16",
+    ),
     "search no model": (["search", "--model", "/no/such"], "no such folder"),
     "list nothing": (["profile", "list", "no"], "no: no such folder"),
     "list a file": (["profile", "list", "key.yaml"], "key.yaml is a file; expected a folder"),
@@ -1210,7 +1229,7 @@ def test_other_weights_are_one_warning(cli, tmp_path):
     (tmp_path / "p.yaml").write_text(
         "version: 2\nmodel: {layers: 16, fingerprint: '0'}\ndraft: {kind: layer-skip, skip: {mlp: [3]}}"
     )
-    code, _, err = cli("generate", PROMPT, "--profile", "p.yaml", "--max-new-tokens", 2)
+    code, _, err = cli("generate", PROMPT, "--profile", "p.yaml", "-m", "builtin", "--max-new-tokens", 2)
     assert code == 0
     assert err.startswith("warning: the profile was made for other weights")
     assert err.count("\n") == 1
@@ -1243,7 +1262,8 @@ def test_an_interrupt_keeps_what_was_printed(llm, warm, tmp_path):
 
 
 def test_a_closed_pipe_is_no_traceback():
-    command = f"{SELFSPEC} generate 'import os' --max-new-tokens 900 --threads 1 | head -c 1; exit ${{PIPESTATUS[0]}}"
+    how = "-m builtin --max-new-tokens 900 --threads 1"
+    command = f"{SELFSPEC} generate 'import os' {how} | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert len(done.stdout) == 1
     assert done.returncode == 1  # as click ends where nobody reads

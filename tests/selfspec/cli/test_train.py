@@ -8,6 +8,7 @@ from pathlib import Path
 
 import command
 import pytest
+from builtin_model import on_builtin
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -95,7 +96,8 @@ def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
 
 
 def run_in_a_process(warm, event, folder, prompts):
-    arguments = [warm.python, str(Path(command.__file__)), event, "train", "eagle", "--prompts", str(prompts), *FEW]
+    arguments = [warm.python, str(Path(command.__file__)), event]
+    arguments += on_builtin(["train", "eagle", "--prompts", prompts, *FEW])
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
 
 

@@ -13,6 +13,7 @@ import pytest
 import typer.main
 import yaml
 from amount import examples
+from builtin_model import on_builtin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def cli(monkeypatch, tmp_path):
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(RIGHT))
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *args])
+        monkeypatch.setattr(sys, "argv", ["selfspec", *on_builtin(args)])
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
