@@ -172,7 +172,7 @@ def sections():
 
 def test_every_option_is_told():
     told = dict(sections())
-    shared = told["Which prompts"] | told["Where a model runs"] | told["Revision, and what is printed"]
+    shared = told["Which prompts"] | told["Where a model runs"] | told["Revision, help, and what is printed"]
     lacking = {
         name: options - told.get(f"selfspec {name}", told["selfspec profile"]) - shared for name, options in commands()
     }

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import (
+    check_named_method,
+    difference_line,
     drafting_with,
     print_json,
-    printable,
     progress,
     quiet,
     resolve_drafting,
@@ -20,13 +21,14 @@ from selfspec.cli.options import AuditCommand
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
-    from selfspec.measure.audit import Audit, Difference
+    from selfspec.measure.audit import Audit
 
 
 def run(options: AuditCommand) -> int:
     """Validate the options before loading the model, then audit; return 1 if a bug was found."""
     quiet()
     model, profile, controller = resolve_drafting(options.drafting)
+    check_named_method(options.method)
     raw_prompts = options.data.read(held_out=True)
     set_threads(options.device_options.threads)
 
@@ -43,6 +45,7 @@ def run(options: AuditCommand) -> int:
         model,
         profile=profile or options.drafting.profile,
         store=options.drafting.store,
+        method=options.method,
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
         drafting=True,
@@ -52,6 +55,7 @@ def run(options: AuditCommand) -> int:
         llm.identity,
         options.drafting.profile,
         default=llm.has_default_profile,
+        method=options.method,
         controller=controller,
         store=options.drafting.store,
     )
@@ -88,7 +92,7 @@ def run(options: AuditCommand) -> int:
 def _report(llm: LLM, result: Audit, where: dict[str, str], prompts: str) -> None:
     console = stdout()
     for prompt, difference in result.differences:
-        line = f"prompt {prompt + 1}, {_words(llm, difference)}"
+        line = f"prompt {prompt + 1}, {difference_line(llm, difference)}"
         console.print(line, markup=False, soft_wrap=True, style=None if difference.near_tie else "bold red")
     s = result.stats
     console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; drafts: {where['skip']}", soft_wrap=True)
@@ -98,10 +102,3 @@ def _report(llm: LLM, result: Audit, where: dict[str, str], prompts: str) -> Non
         f"({s.acceptance_rate:.0%}): {result.near_ties} near-ties, {result.bugs} bugs",
         soft_wrap=True,
     )
-
-
-def _words(llm: LLM, difference: Difference) -> str:
-    """Describe a difference in words, with the texts of the tokens."""
-    ids = (difference.plain, difference.other)
-    mine, theirs = ("nothing" if i is None else repr(printable(llm.tokenizer.decode([i]))) for i in ids)
-    return f"{difference}: {mine} in plain decoding, {theirs} with drafts"

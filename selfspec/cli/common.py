@@ -35,6 +35,7 @@ from selfspec.cli.verbosity import verbosity
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.models.loading import check_at_hand
 from selfspec.models.pypi_models import PACKAGED, SUGGESTED
+from selfspec.profile.method_profiles import check_method
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.proposers.store import Store
@@ -42,11 +43,13 @@ from selfspec.show.markup import by_source
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import MODES, SIGNS, WORDS
 from selfspec.types.identity import Identity
+from selfspec.types.methods import draft_model_of
 from selfspec.types.stats import Finish, Stats
 
 if TYPE_CHECKING:
     from selfspec.cli.devices import DeviceOptions
     from selfspec.llm.llm import LLM
+    from selfspec.measure.audit import Difference
 
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
 
@@ -109,6 +112,15 @@ def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, Con
     return name, profile, None if options.controller is None else parse_controller(options.controller)
 
 
+def check_named_method(method: str | None) -> None:
+    """Raise `SelfspecError` for an unknown `--method`, and for one whose draft model is not available."""
+    if method is None:
+        return
+    check_method(method)
+    if (smaller := draft_model_of(method)) is not None:
+        check_at_hand(smaller)
+
+
 def model_for(model: str | None, profile: Profile | None) -> str:
     """Return the name of the model: `model`, else the profile's model.
 
@@ -146,13 +158,14 @@ def drafting_with(
     name: str,
     *,
     default: bool,
+    method: str | None = None,
     controller: ControllerSpec | None = None,
     store: Path | None = None,
 ) -> Drafting:
     """Return what a model drafts with by the profile that `--profile NAME` resolved to (None: nothing), and its source.
 
-    `default`: whether that is the default profile. `controller` replaces the profile's controller. `store`: the
-    retrieval store that the profile has, for the source.
+    `default`: whether that is the default profile. `controller` replaces the profile's controller. `method` and
+    `store`: the method and the retrieval store that the profile was made with, for the source.
     """
     from selfspec.profile.choosing import shipped_for
 
@@ -160,7 +173,8 @@ def drafting_with(
         return Drafting(Profile(model=identity), f"profile {name} drafts nothing for this model")
     if name == "auto":
         name = next(iter(shipped_for(identity)), name)
-    source = f"{'no profile known' if default else f'profile {name}'}, {profile.draft.summary}"
+    label = f"profile {name}" if method is None else f"method {method}"
+    source = f"{'no profile known' if default else label}, {profile.draft.summary}"
     if store is not None:
         source += f", and retrieval store {store}"
     return Drafting(profile if controller is None else profile.with_controller(controller), source)
@@ -231,6 +245,13 @@ def speed_line(stats: Stats) -> str:
     """Format the tokens per second and tokens of a generation and, if tokens were drafted, tokens per pass."""
     a_pass = f", {stats.tokens_per_round:.1f} a pass" if stats.drafted else ""
     return f"{stats.tokens_per_second:.1f} tokens/s, {stats.tokens} tokens{a_pass}"
+
+
+def difference_line(llm: LLM, difference: Difference) -> str:
+    """Format a difference from plain decoding's text, with its margin and the texts of the two tokens."""
+    ids = (difference.plain, difference.other)
+    mine, theirs = ("nothing" if i is None else repr(printable(llm.tokenizer.decode([i]))) for i in ids)
+    return f"{difference}: {mine} in plain decoding, {theirs} with drafts"
 
 
 def print_json(data: dict[str, Any]) -> None:

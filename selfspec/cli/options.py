@@ -39,6 +39,14 @@ Controller = Annotated[
     typer.Option(
         help="Controller, which decides when drafting stops: fixed:k=4, static:threshold=0.6,k_max=8, "
         "adaptive:threshold=0.6; by default the profile's controller.",
+        hidden=True,
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -109,7 +117,7 @@ class TrainCommand:
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND",
+            metavar="METHOD",
             help="Draft head: eagle, medusa, hydra, mlp, mtp, chimera; module of a draft path: bridge, adapter; draft "
             "model: distill; copy of the model: layerskip.",
         ),
@@ -200,13 +208,7 @@ class DecodingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.",
-            rich_help_panel=_DRAFTING,
-        ),
-    ] = None
+    method: Method = None
     controller: Controller = None
     store: Store = None
     extra_memory: ExtraMemory = None
@@ -241,6 +243,7 @@ class AuditCommand:
     """Options of `audit`."""
 
     drafting: DraftingOptions
+    method: Method = None
     data: PromptOptions
     limit: Annotated[int, typer.Option("--num-prompts", min=1, metavar="N", help="Maximum number of prompts.")] = 20
     max_new_tokens: Tokens = 64

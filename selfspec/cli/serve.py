@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import (
+    check_named_method,
     held_note,
     model_for,
     peak_note,
@@ -42,6 +43,7 @@ def run(command: ServeCommand) -> int:
         raise SelfspecError("--api-key: the key is blank or not ASCII; expected at least one ASCII character")
     named = profile_named(command.profile)
     model, profile = model_for(command.model, named), named or command.profile
+    check_named_method(command.method)
     if command.store is not None:
         Store(command.store)
     adapters = _adapters(command.adapter or ())
@@ -73,6 +75,7 @@ def _load(
         model,
         profile=profile,
         store=command.store,
+        method=command.method,
         device=where.placement,
         dtype=where.dtype,
         tensor_parallel=where.tensor_parallel,

@@ -126,7 +126,7 @@ def test_a_profile_is_picked(tmp_path, capsys):
     assert [row["draft_cost"] for row in front] == sorted(row["draft_cost"] for row in front)
     assert [row["acceptance_rate"] for row in front] == sorted(row["acceptance_rate"] for row in front)
     assert {row["memory"] for row in front} == {None}, "of a model whose sizes are not known"
-    pick_command.run("selfspec", place, costs[0] + 1e-9, out, max_memory=0, as_json=False)
+    pick_command.run("selfspec", place, costs[0] + 1e-9, out, extra_memory=0, as_json=False)
     assert "memory" in capsys.readouterr().err
     with pytest.raises(SelfspecError, match="no trial's draft step costs 0.001 of a plain one or less; the cheapest"):
         pick_command.run("selfspec", place, 0.001, out, as_json=True)

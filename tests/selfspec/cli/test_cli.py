@@ -58,6 +58,18 @@ def profile_file(tmp_path):
     return tmp_path / "p.yaml"
 
 
+@pytest.fixture
+def wrong_rule(monkeypatch):
+    """Drafts are verified wrongly: at every third position, another token follows them."""
+    right = RULES["greedy"]
+
+    def wrong(draft, scores, sampler, position):
+        path, following, p = right(draft, scores, sampler, position)
+        return Verdict(path, following if not len(draft) or position % 3 else (following + 1) % 4096, p)
+
+    monkeypatch.setitem(RULES, "greedy", wrong)
+
+
 def interrupted(warm, event, *args, cwd):
     """The command in a process of its own, in which Ctrl-C comes at an event of `command.EVENTS`.
 
@@ -137,12 +149,22 @@ class TestGenerate:
         code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 12, "--compare")
         assert code == 0
         assert "identical output: yes" in out
-        assert "speedup:" in out
+        assert re.search(r" plain +drafted\n(.*\n)*.* first token +\d+ ms +\d+ ms\n(.*\n)*speedup: ", out)
         code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 12, "--compare", "--json")
         data = json.loads(out)
         assert data["compare"]["identical"] is True
         assert data["compare"]["speedup"] > 0
         assert data["compare"]["plain"]["drafted"] == 0
+
+    def test_compare_names_the_first_difference(self, cli, profile_file, wrong_rule):
+        code, out, _ = cli("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20, "--compare")
+        assert code == 0
+        assert re.search(
+            r"^identical output: no: a difference after \d+ tokens, a BUG, please report it \(the logits are \S+ "
+            r"apart, rounding moves them by \S+\): .+ in plain decoding, .+ with drafts$",
+            out,
+            re.MULTILINE,
+        )
 
     @pytest.mark.parametrize(("by_rows", "by_columns", "fastest_one"), [(2.0, 1.0, "columns"), (1.0, 2.0, "rows")])
     def test_speedups_are_over_the_fastest_plain_decoding(
@@ -393,14 +415,7 @@ class TestAudit:
         assert code == 0
         assert "drafts: no profile known, 8 sub-layers in int8, the head in int8; proposers: lookup" in out
 
-    def test_a_bug_is_exit_code_1(self, cli, monkeypatch):
-        right = RULES["greedy"]
-
-        def wrong(draft, scores, sampler, position):
-            path, following, p = right(draft, scores, sampler, position)
-            return Verdict(path, following if not len(draft) or position % 3 else (following + 1) % 4096, p)
-
-        monkeypatch.setitem(RULES, "greedy", wrong)
+    def test_a_bug_is_exit_code_1(self, cli, wrong_rule):
         code, out, _ = cli("audit", "--profile", SHIPPED, "--num-prompts", 1, "--max-new-tokens", 20)
         assert code == 1
         assert "a BUG, please report it" in out
@@ -568,7 +583,7 @@ class TestSearch:
 
     def test_every_option(self, cli, tmp_path):
         args = ("search", "--trials", 2, "--num-prompts", 2, "--max-new-tokens", 6, "--keep-best", "--minutes", 5)
-        args += ("--keep", "0,15", "--granularity", "layer", "--max-draft-cost", 1000, "--context", 40)
+        args += ("--keep-layers", "0,15", "--granularity", "layer", "--max-draft-cost", 1000, "--context", 40)
         args += ("--temperature", 0.8, "--top-p", 0.9, "--controller", "static:threshold=0.4,k_max=3")
         assert cli(*args, "--strategy", "tpe")[0] == 0
         profile = read_profile(tmp_path / "profile.yaml")
@@ -889,9 +904,12 @@ WRONG = {
     "strategy": (["search", "--strategy", "oracle"], "strategy 'oracle' is not known; known: tpe, cmaes"),
     "objective": (["search", "--objective", "magic"], "objective 'magic' is not known; known: replay, wallclock"),
     "granularity": (["search", "--granularity", "head"], "granularity 'head' is not known; known: sublayer, layer"),
-    "keep no number": (["search", "--keep", "first"], "keep 'first': expected layer numbers such as 0,15"),
-    "keep no layer": (["search", "--keep", "99"], "keep: layer 99 does not exist; the model has 16 layers, 0 to 15"),
-    "keep all": (["search", "--keep", ",".join(map(str, range(16)))], "every layer is kept"),
+    "keep no number": (["search", "--keep-layers", "first"], "keep 'first': expected layer numbers such as 0,15"),
+    "keep no layer": (
+        ["search", "--keep-layers", "99"],
+        "keep: layer 99 does not exist; the model has 16 layers",
+    ),
+    "keep all": (["search", "--keep-layers", ",".join(map(str, range(16)))], "every layer is kept"),
     "no minutes": (["search", "--minutes", "0"], "minutes 0.0: expected more than 0"),
     "no context": (["search", "--context", "0"], "'--context'"),
     "draft cost": (["search", "--max-draft-cost", "-1"], "max_draft_cost -1.0: expected more than 0"),
@@ -932,8 +950,8 @@ WRONG = {
         "--max-draft-cost 0: expected more than 0",
     ),
     "pick from too little": (
-        ["profile", "pick", "old.yaml.trials.jsonl", "--max-memory", "-1"],
-        "--max-memory -1: expected 0 or more, as a share of the model's bytes",
+        ["profile", "pick", "old.yaml.trials.jsonl", "--extra-memory", "-1"],
+        "--extra-memory -1: expected 0 or more, as a share of the model's bytes",
     ),
     "profile's costs": (["profile", "validate", "costs.yaml"], "expected rising numbers of rows from 1 on"),
     "no trials": (["search", "--trials", "0"], "'--trials'"),

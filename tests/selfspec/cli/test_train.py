@@ -124,7 +124,7 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle, medusa, hydra, mlp, mtp, chimera"),
+        (["nonsense"], "method 'nonsense' cannot be trained; expected eagle, medusa, hydra, mlp, mtp, chimera"),
         (["eagle", "--minutes", "0"], "minutes 0.0: expected more than 0"),
         (["eagle", "--minutes", "nan"], "minutes nan: expected more than 0"),
         (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),

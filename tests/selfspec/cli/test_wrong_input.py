@@ -108,7 +108,7 @@ SHARED = {
     "--dtype": unknown("auto", "float32", "float64", "bfloat16", "float16"),
     "--threads": too_small | no_numbers,
     "--device-map": unknown("auto", "balanced", "balanced_low_0", "sequential"),
-    "--max-memory": words,  # without --device-map, as the next
+    "--device-memory": words,  # without --device-map, as the next
     "--offload-folder": words,
     "--controller": controllers,
     "--model": st.sampled_from(["", "/no/such/folder", "a b", "~", "..", "x/y/z", "\n", "-"]),
@@ -145,7 +145,7 @@ COMMANDS = {
         "--num-prompts": too_small | no_numbers,
         "--out": st.sampled_from(["missing/p.yaml", ".", "/proc/none/p.yaml", "x" * 300]),
         "--context": too_small | no_numbers,
-        "--keep": no_numbers.filter(lambda w: w.replace(",", " ").strip() != ""),
+        "--keep-layers": no_numbers.filter(lambda w: w.replace(",", " ").strip() != ""),
         "--granularity": unknown("sublayer", "layer"),
         "--max-draft-cost": negative | st.just("0") | no_numbers,
     },
