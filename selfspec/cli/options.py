@@ -81,7 +81,7 @@ class DraftingOptions:
     model: Model = None
     profile: Annotated[
         str,
-        typer.Option(help="Profile: a file, the name of a shipped one, or auto: the one that generate drafts with."),
+        typer.Option(help="Profile: a file, the name of a shipped one, auto (what generate drafts with), or none."),
     ] = "auto"
     controller: Controller = None
     store: Store = None
@@ -317,7 +317,7 @@ class CompareCommand:
 
     model: Model = None
     profile: Annotated[
-        str, typer.Option(help="Profile: a file, the name of a shipped one, auto (one made for the model), or none.")
+        str, typer.Option(help="Profile: a file, the name of a shipped one, auto (what generate drafts with), or none.")
     ] = "auto"
     methods: Annotated[
         str | None,

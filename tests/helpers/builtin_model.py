@@ -13,6 +13,7 @@ MODELLED = (
 def on_builtin(args: Sequence[object]) -> list[str]:
     """A command's arguments, with `--model builtin` where they name neither a model nor a profile."""
     texts = [*map(str, args)]
-    profile = texts[texts.index("--profile") + 1] if "--profile" in texts[:-1] else "none"
-    named = profile not in ("auto", "none") or not {"--model", "-m", "--help"}.isdisjoint(texts)
+    parts = [part for text in texts for part in (text.split("=", 1) if text.startswith("--") else [text])]
+    profile = parts[parts.index("--profile") + 1] if "--profile" in parts[:-1] else "none"
+    named = profile not in ("auto", "none") or not {"--model", "-m", "--help"}.isdisjoint(parts)
     return [*texts, "--model", "builtin"] if texts and texts[0] in MODELLED and not named else texts

@@ -192,6 +192,7 @@ SETS = '{"a": {"attention": [1, 7], "mlp": [3]}, "b": {"attention": [], "mlp": [
 RIGHT_BESIDE = {
     "generate": ["x"],
     "plot": ["p.yaml", "--out=p.svg"],
+    "report": ["--profile=stdlib-llama-3.7m"],
     "profile import": ["sets.json", "--model=org/model", "--layers=8", "--key=a"],
 }
 one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(
