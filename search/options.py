@@ -40,7 +40,6 @@ STUDY = "selfspec"  # the default name of a study
 _DRAFTS = "Drafting and verification"
 _SETS = "Search space"
 _METHOD = "Search method"
-_PAPER = "Search as in the paper (with --strategy skopt)"
 _STORAGE = "Storage of trials"
 _DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
 _NOT_COMPARED = {  # options that do not change the score of a trial
@@ -130,22 +129,28 @@ class SearchOptions:
         Option(
             help="Verification of sampled drafts: block (default), match (with seeds) or token.",
             panel=_DRAFTS,
+            hidden=True,
         ),
     ] = None
     controller: Annotated[
         "ControllerSpec | str | None",
-        Option(help="When to stop drafting, such as fixed:k=4; tuned by the search by default.", panel=_DRAFTS),
+        Option(
+            help="When to stop drafting, such as fixed:k=4; tuned by the search by default.", panel=_DRAFTS, hidden=True
+        ),
     ] = None
     kv: Annotated[
         str,
         Option(
             help="KV cache of drafts: the target's (shared), or a separate one, as of an exported draft model (own).",
             panel=_DRAFTS,
+            hidden=True,
         ),
     ] = "shared"
     keep: Annotated[
         str | Sequence[int],
-        Option(metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", panel=_SETS),
+        Option(
+            flags=("--keep-layers",), metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", panel=_SETS
+        ),
     ] = ()
     modes: Annotated[
         str | Sequence[str] | None,
@@ -176,9 +181,11 @@ class SearchOptions:
     drafters: Annotated[
         str,
         Option(
+            flags=("--proposers",),
             metavar="NAMES",
             help="Sources of lookup tokens that a draft step checks: lookup, or none.",
             panel=_DRAFTS,
+            hidden=True,
         ),
     ] = "lookup"
     store: Annotated[
@@ -186,7 +193,10 @@ class SearchOptions:
         Option(metavar="FILE", help="Retrieval store, made by index, as a source of lookup tokens.", panel=_DRAFTS),
     ] = None
     granularity: Annotated[
-        str, Option(help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", panel=_SETS)
+        str,
+        Option(
+            help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", panel=_SETS, hidden=True
+        ),
     ] = "sublayer"
     max_draft_cost: Annotated[
         float | None,
@@ -194,6 +204,7 @@ class SearchOptions:
             metavar="X",
             help="Maximum time of a draft step, as a share of a plain decoding step.",
             panel=_SETS,
+            hidden=True,
         ),
     ] = None
     keep_best: Annotated[
@@ -204,7 +215,11 @@ class SearchOptions:
     ] = False
     strategy: Annotated[
         str,
-        Option(help="Optimiser: climb, tpe, dp, greedy, cmaes, gp, skopt (as in the paper), or random.", panel=_METHOD),
+        Option(
+            help="Optimiser: climb, tpe, dp, greedy, cmaes, gp, skopt (as in the paper), or random.",
+            panel=_METHOD,
+            hidden=True,
+        ),
     ] = "climb"
     context: Annotated[
         int | None,
@@ -213,6 +228,7 @@ class SearchOptions:
             metavar="N",
             help="Context length at which costs are measured; the prompts' length by default.",
             panel=_METHOD,
+            hidden=True,
         ),
     ] = None
     seed: Annotated[
@@ -229,7 +245,8 @@ class SearchOptions:
         str,
         Option(
             help="replay: predict the speed without decoding; wallclock: decode in every trial, as in the paper.",
-            panel=_PAPER,
+            panel=_METHOD,
+            hidden=True,
         ),
     ] = "replay"
     warm: Annotated[
@@ -237,7 +254,8 @@ class SearchOptions:
         Option(
             flags=("--warm-starts/--no-warm-starts",),
             help="Try a few promising draft paths first; the paper does not.",
-            panel=_PAPER,
+            panel=_METHOD,
+            hidden=True,
         ),
     ] = True
     storage: Annotated[

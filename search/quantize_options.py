@@ -18,7 +18,9 @@ class QuantizeOptions:
     `minutes`: the time limit of continuing (None: unlimited).
     """
 
-    method: Annotated[str, Option(metavar="METHOD", help="nearest, weighted, or gptq (auto).")] = "auto"
+    method: Annotated[
+        str, Option(flags=("--int4",), metavar="METHOD", help="Quantiser: nearest, weighted, or gptq (auto).")
+    ] = "auto"
     group: Annotated[int, Option(metavar="N", help="Inputs that share a scale and a zero point: 64 or 32.")] = 64
     texts: Annotated[int, Option(min=1, metavar="N", help="Number of prompts that the model continues.")] = 64
     max_new_tokens: Annotated[

@@ -156,13 +156,13 @@ def each_layout(request, auto) -> str:
 @pytest.fixture(scope="session")
 def llm() -> selfspec.LLM:
     """The built-in model in float32, without a profile."""
-    return selfspec.load(profile="none")
+    return selfspec.load("builtin", profile="none")
 
 
 @pytest.fixture(scope="session")
 def llm64() -> selfspec.LLM:
     """The built-in model in float64, without a profile."""
-    return selfspec.load(profile="none", dtype="float64")
+    return selfspec.load("builtin", profile="none", dtype="float64")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import option_tables
 import pytest
 import typer
 
@@ -151,34 +152,16 @@ def test_every_page_is_found_from_the_index(path):
     assert f"]({path.relative_to(ROOT / 'docs')})" in (ROOT / "docs/README.md").read_text()
 
 
-def commands():
-    """Every command by its name, as on the command line, with the options it has."""
+def test_options_are_the_commands_own():
+    """The tables of the command line's page; `python tests/helpers/option_tables.py --write` makes them anew."""
+    text = option_tables.PAGE.read_text()
+    assert option_tables.filled(text) == text
+    assert {name for _, name in re.findall(r"(<!-- options ([\w ]+) -->)", text)} >= {*option_commands()}
+
+
+def option_commands():
+    """Every command with options, as it is named on the command line."""
     top = typer.main.get_command(app)
     for name, command in top.commands.items():
         inner = {f"{name} {sub}": one for sub, one in command.commands.items()} if hasattr(command, "commands") else {}
-        for full, one in (inner or {name: command}).items():
-            options = [o for param in one.params for o in (*param.opts, *param.secondary_opts) if o.startswith("--")]
-            yield full, set(options) - {"--help"}
-
-
-def sections():
-    """The command line's page: for each heading, the options that its tables name."""
-    text = (ROOT / "docs/command-line.md").read_text()
-    for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        heading, _, body = part.partition("\n")
-        rows = re.findall(r"^\| (`--?.*?) \|", body, flags=re.MULTILINE)
-        yield heading.replace("`", "").strip(), {o for row in rows for o in re.findall(r"--[a-z][a-z0-9-]*", row)}
-
-
-def test_every_option_is_told():
-    told = dict(sections())
-    shared = told["Which prompts"] | told["Where a model runs"] | told["Revision, and what is printed"]
-    lacking = {
-        name: options - told.get(f"selfspec {name}", told["selfspec profile"]) - shared for name, options in commands()
-    }
-    assert {name: options for name, options in lacking.items() if options} == {}
-
-
-def test_every_option_told_is_there():
-    there = {option for _, options in commands() for option in options}
-    assert {heading: options - there for heading, options in sections() if options - there} == {}
+        yield from (full for full, one in (inner or {name: command}).items() if one.params)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.command_help import PlainCommand, PlainGroup, more
 from selfspec.cli.dataclass_options import flatten_options
 from selfspec.cli.generate_options import GenerateCommand
 from selfspec.cli.options import (
@@ -20,7 +21,6 @@ from selfspec.cli.options import (
     SearchCommand,
     TrainCommand,
 )
-from selfspec.cli.plain_flags import PlainCommand, PlainGroup
 from selfspec.cli.profile_app import profile_app
 from selfspec.cli.quantize_options import QuantizeCommand
 from selfspec.cli.report_app import report_app
@@ -35,7 +35,7 @@ app = typer.Typer(
     cls=PlainGroup,
     help="Lossless self-speculative decoding: the same output, sooner, with no second model.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -52,7 +52,14 @@ def _root(
         raise typer.Exit
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_RUN)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_RUN,
+    epilog=more(
+        "command-line.md#selfspec-generate",
+        'selfspec generate --model smollm2-135m --chat "Why is the sky blue?" --stats',
+    ),
+)
 @with_shared_options
 @flatten_options
 def generate(command: GenerateCommand) -> int:
@@ -62,7 +69,11 @@ def generate(command: GenerateCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_RUN)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_RUN,
+    epilog=more("command-line.md#selfspec-chat", "selfspec chat --model smollm2-135m"),
+)
 @with_shared_options
 @flatten_options
 def chat(command: ChatCommand) -> int:
@@ -72,7 +83,9 @@ def chat(command: ChatCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_RUN)
+@app.command(
+    cls=PlainCommand, rich_help_panel=_RUN, epilog=more("serving.md", "selfspec serve --model smollm2-135m --port 8000")
+)
 @with_shared_options
 @flatten_options
 def serve(command: ServeCommand) -> int:
@@ -82,7 +95,11 @@ def serve(command: ServeCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_TUNE)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_TUNE,
+    epilog=more("search.md", "selfspec search --model smollm2-135m --minutes 3 --out profile.yaml"),
+)
 @with_shared_options
 @flatten_options
 def search(command: SearchCommand) -> int:
@@ -92,7 +109,13 @@ def search(command: SearchCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_TUNE)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_TUNE,
+    epilog=more(
+        "measuring.md#which-method", "selfspec compare --model smollm2-135m --chat --prompts mine.jsonl --out best.yaml"
+    ),
+)
 @with_shared_options
 @flatten_options
 def compare(command: CompareCommand) -> int:
@@ -105,7 +128,11 @@ def compare(command: CompareCommand) -> int:
 app.add_typer(profile_app, name="profile", rich_help_panel=_TUNE)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_CHECK)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_CHECK,
+    epilog=more("losslessness.md#your-model", "selfspec audit --model smollm2-135m --num-prompts 10"),
+)
 @with_shared_options
 @flatten_options
 def audit(command: AuditCommand) -> int:
@@ -115,7 +142,11 @@ def audit(command: AuditCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_CHECK)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_CHECK,
+    epilog=more("results.md", "selfspec bench --profile profile.yaml --methods plain,skip,hf --temperature 0"),
+)
 @with_shared_options
 @flatten_options
 def bench(command: BenchCommand) -> int:
@@ -125,7 +156,11 @@ def bench(command: BenchCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_CHECK)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_CHECK,
+    epilog=more("command-line.md#selfspec-env", "selfspec env --model smollm2-135m"),
+)
 def env(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Model to say the memory of: as for generate; not loaded.")
@@ -138,7 +173,11 @@ def env(
     run(model, as_json=json)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_EXTEND,
+    epilog=more("training.md", "selfspec train eagle --model smollm2-135m --minutes 10 --out parts"),
+)
 @with_shared_options
 @flatten_options
 def train(command: TrainCommand) -> int:
@@ -148,7 +187,11 @@ def train(command: TrainCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_EXTEND,
+    epilog=more("training.md#published-heads", "selfspec convert eagle-head --model ./my-model --out parts"),
+)
 @with_shared_options
 @flatten_options
 def convert(command: ConvertCommand) -> None:
@@ -158,7 +201,11 @@ def convert(command: ConvertCommand) -> None:
     run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_EXTEND,
+    epilog=more("search.md#int4-weights", "selfspec quantize --model smollm2-135m --int4 gptq --out int4.safetensors"),
+)
 @with_shared_options
 @flatten_options
 def quantize(command: QuantizeCommand) -> int:
@@ -168,7 +215,11 @@ def quantize(command: QuantizeCommand) -> int:
     return run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_EXTEND,
+    epilog=more("search.md#a-store-of-texts", "selfspec index notes src --model smollm2-135m --out texts.store"),
+)
 @with_shared_options
 @flatten_options
 def index(command: IndexCommand) -> None:
@@ -178,7 +229,11 @@ def index(command: IndexCommand) -> None:
     run(command)
 
 
-@app.command(cls=PlainCommand, rich_help_panel=_EXTEND)
+@app.command(
+    cls=PlainCommand,
+    rich_help_panel=_EXTEND,
+    epilog=more("export.md", "selfspec export profile.yaml --to llama.cpp --out for-llama.cpp"),
+)
 @with_shared_options
 @flatten_options
 def export(command: ExportCommand) -> None:

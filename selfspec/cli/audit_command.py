@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import (
+    check_named_method,
+    difference_line,
+    drafting_with,
     print_json,
-    printable,
     progress,
     quiet,
     resolve_drafting,
-    select_drafting,
     set_threads,
     stderr,
     stdout,
@@ -19,13 +21,14 @@ from selfspec.cli.options import AuditCommand
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
-    from selfspec.measure.audit import Audit, Difference
+    from selfspec.measure.audit import Audit
 
 
 def run(options: AuditCommand) -> int:
     """Validate the options before loading the model, then audit; return 1 if a bug was found."""
     quiet()
-    model, profile, spec = resolve_drafting(options.drafting)
+    model, profile, controller = resolve_drafting(options.drafting)
+    check_named_method(options.method)
     raw_prompts = options.data.read(held_out=True)
     set_threads(options.device_options.threads)
 
@@ -40,12 +43,24 @@ def run(options: AuditCommand) -> int:
         check_chat(model)
     llm = load(
         model,
-        profile="none",
+        profile=profile or options.drafting.profile,
+        store=options.drafting.store,
+        method=options.method,
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
         drafting=True,
     )
-    drafting = select_drafting(llm.identity, profile, options.drafting.profile, spec, options.drafting.store)
+    drafting = drafting_with(
+        llm.profile,
+        llm.identity,
+        options.drafting.profile,
+        default=llm.has_default_profile,
+        method=options.method,
+        controller=controller,
+        store=options.drafting.store,
+    )
+    if not drafting.profile.drafts:
+        raise SelfspecError(f"{drafting.source}; expected --profile with one that drafts, as selfspec search finds")
     drafter = llm.drafter_for(drafting.profile)
     encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
     with progress(stderr()) as bar:
@@ -77,7 +92,7 @@ def run(options: AuditCommand) -> int:
 def _report(llm: LLM, result: Audit, where: dict[str, str], prompts: str) -> None:
     console = stdout()
     for prompt, difference in result.differences:
-        line = f"prompt {prompt + 1}, {_words(llm, difference)}"
+        line = f"prompt {prompt + 1}, {difference_line(llm, difference)}"
         console.print(line, markup=False, soft_wrap=True, style=None if difference.near_tie else "bold red")
     s = result.stats
     console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; drafts: {where['skip']}", soft_wrap=True)
@@ -87,10 +102,3 @@ def _report(llm: LLM, result: Audit, where: dict[str, str], prompts: str) -> Non
         f"({s.acceptance_rate:.0%}): {result.near_ties} near-ties, {result.bugs} bugs",
         soft_wrap=True,
     )
-
-
-def _words(llm: LLM, difference: Difference) -> str:
-    """Describe a difference in words, with the texts of the tokens."""
-    ids = (difference.plain, difference.other)
-    mine, theirs = ("nothing" if i is None else repr(printable(llm.tokenizer.decode([i]))) for i in ids)
-    return f"{difference}: {mine} in plain decoding, {theirs} with drafts"

@@ -13,13 +13,12 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
 from selfspec.cli.common import (
-    Drafting,
     checked_profile,
+    drafting_with,
     print_json,
     progress,
     quiet,
     resolve_drafting,
-    select_drafting,
     set_threads,
     size,
     stderr,
@@ -35,9 +34,8 @@ from selfspec.measure.bench_methods import (
     supported,
 )
 from selfspec.models.loading import check_at_hand, read_identity
-from selfspec.profile.schema import Profile
+from selfspec.profile.choosing import check_profile
 from selfspec.types.bits import BitsRead
-from selfspec.types.identity import Identity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +51,7 @@ PROMPTS, TOKENS, ROUNDS = (12, 6), (96, 64), (5, 3)  # defaults for a model as l
 def run(options: BenchCommand) -> int:
     """Validate the options before loading the model, then measure; return 130 after an interrupt."""
     quiet()
-    name, profile, spec = resolve_drafting(options.drafting)
+    name, profile, controller = resolve_drafting(options.drafting)
     methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
@@ -76,25 +74,27 @@ def run(options: BenchCommand) -> int:
     drafts = any_drafts(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
-    if drafts:
-        select_drafting(read_identity(name), profile, options.drafting.profile, spec)
+    if drafts and profile is not None:
+        check_profile(profile, read_identity(name))
     if options.data.chat:
         check_chat(name)
-
-    def drafting_of(identity: Identity) -> Drafting:
-        if not drafts:
-            return Drafting(Profile(model=identity), "not drafting")
-        return select_drafting(identity, profile, options.drafting.profile, spec, options.drafting.store)
-
     subjects = load_model_copies(
         name,
         methods,
         widened=options.widen,
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
-        quantized_drafts=lambda identity: drafting_of(identity).profile.path.low_precision,
+        profile=(profile or options.drafting.profile) if drafts else "none",
+        store=options.drafting.store if drafts else None,
     )
-    drafting = drafting_of(subjects.identity)
+    drafting = drafting_with(
+        subjects.profile,
+        subjects.identity,
+        options.drafting.profile,
+        default=subjects.has_default_profile,
+        controller=controller,
+        store=options.drafting.store if drafts else None,
+    )
     if options.methods == BENCHED:
         methods = tuple(supported(methods, subjects.plain, drafting.profile))
     for method in methods:

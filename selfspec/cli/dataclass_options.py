@@ -85,6 +85,7 @@ def _typer_option(option: Option) -> ParameterInfo:
         min=option.min,
         max=option.max,
         rich_help_panel=option.panel,
+        hidden=option.hidden,
     )
     return made
 

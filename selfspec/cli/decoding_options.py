@@ -11,14 +11,11 @@ import yaml
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import parse_json, read_text
-from selfspec.cli.common import checked_profile, model_for, search_hint, set_threads, stderr
+from selfspec.cli.common import check_named_method, model_for, profile_named, search_hint, set_threads, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
-from selfspec.models.loading import check_at_hand
-from selfspec.profile.method_profiles import check_method
 from selfspec.profile.schema import Profile
 from selfspec.text.prompt import is_unicode
-from selfspec.types.methods import draft_model_of
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -152,18 +149,13 @@ class DecodingRequest:
 
 def decoding(options: DecodingOptions) -> DecodingRequest:
     """Return the request for `options`, checked as far as possible without heavy imports. Raises `SelfspecError`."""
-    profile: str | Profile = options.profile
-    if options.profile not in ("auto", "none"):
-        profile = checked_profile(options.profile)
-    model = model_for(options.model, profile if isinstance(profile, Profile) else None)
+    profile = profile_named(options.profile)
+    model = model_for(options.model, profile)
     controller = None if options.controller is None else parse_controller(options.controller)
-    if options.method is not None:
-        check_method(options.method)
-        if (smaller := draft_model_of(options.method)) is not None:
-            check_at_hand(smaller)
+    check_named_method(options.method)
     _check_stops(options.stop or ())
     schema = None if options.json_schema is None else read_text(options.json_schema)
-    return DecodingRequest(options, model, profile, controller, schema)
+    return DecodingRequest(options, model, profile or options.profile, controller, schema)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -41,17 +41,23 @@ class DeviceOptions:
         str | None,
         typer.Option(
             help="Device map for models larger than one device: auto, balanced, balanced_low_0, sequential.",
+            hidden=True,
             rich_help_panel=_PANEL,
         ),
     ] = None
-    max_memory: Annotated[
+    device_memory: Annotated[
         str | None,
         typer.Option(
-            help="Maximum memory of each device for --device-map, such as 0=20GiB,cpu=60GiB.", rich_help_panel=_PANEL
+            help="Maximum memory of each device for --device-map, such as 0=20GiB,cpu=60GiB.",
+            hidden=True,
+            rich_help_panel=_PANEL,
         ),
     ] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Folder for weights that --device-map offloads to disk.", rich_help_panel=_PANEL)
+        Path | None,
+        typer.Option(
+            help="Folder for weights that --device-map offloads to disk.", hidden=True, rich_help_panel=_PANEL
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -61,7 +67,7 @@ class DeviceOptions:
     @property
     def placement(self) -> str | DeviceMap:
         """The device, or the map of the model over several devices."""
-        return parse_devices(self.device, self.device_map, self.max_memory, self.offload_folder)
+        return parse_devices(self.device, self.device_map, self.device_memory, self.offload_folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class SharedDeviceOptions(DeviceOptions):
         typer.Option(
             "--tensor-parallel",
             help="Split the model over the processes that torchrun has started.",
+            hidden=True,
             rich_help_panel=_PANEL,
         ),
     ] = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
-from selfspec.cli.common import held_note, print_json, quiet, stats_line, stderr, stdout
+from selfspec.cli.common import difference_line, held_note, print_json, quiet, stats_line, stderr, stdout
 from selfspec.cli.decoding_options import DecodingRequest, decoding
 from selfspec.cli.generate_options import GenerateCommand
 from selfspec.text.prompt import is_unicode
@@ -130,34 +130,45 @@ def _compare(
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:
-        _print_comparison(result, color=color)
+        _print_comparison(llm, result, color=color)
         if color:
             legend(stderr(always=True), result.draft.events, result.draft.stats, llm.profile)
 
 
-def _print_comparison(result: Comparison, *, color: bool) -> None:
+def _print_comparison(llm: LLM, result: Comparison, *, color: bool) -> None:
+    """Print the text with the figures of plain and speculative decoding beside it, and how the texts differ."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="plain and speculative decoding, interleaved", show_lines=True)
-    table.add_column("")
-    table.add_column("plain", ratio=1, overflow="fold")
-    table.add_column("speculative", ratio=1, overflow="fold")
     plain, draft = result.plain.stats, result.draft.stats
+    figures = Table(box=None, pad_edge=False)
+    for heading in ("", "plain", "drafted"):
+        figures.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    figures.add_row("tokens/s", f"{result.plain_tokens_per_second:.1f}", f"{result.tokens_per_second:.1f}")
+    figures.add_row("first token", f"{result.plain_first_token * 1e3:.0f} ms", f"{result.first_token * 1e3:.0f} ms")
+    figures.add_row("full passes", f"{plain.rounds}", f"{draft.rounds}")
+    figures.add_row("tokens a pass", f"{plain.tokens_per_round:.2f}", f"{draft.tokens_per_round:.2f}")
+    figures.add_row("accepted", "-", f"{draft.acceptance_rate:.0%}")
+    figures.add_row("speedup", "1", f"{result.speedup:.2f}")
     console = stdout()
-    text = colored(console, result.draft.events) if color else Text(result.draft.text)
-    table.add_row("text", Text(result.plain.text), text)
-    table.add_row("tokens/s", f"{result.plain_tokens_per_second:.1f}", f"{result.tokens_per_second:.1f}")
-    table.add_row("full passes", f"{plain.rounds}", f"{draft.rounds}")
-    table.add_row("tokens a pass", f"{plain.tokens_per_round:.2f}", f"{draft.tokens_per_round:.2f}")
-    table.add_row("acceptance", "-", f"{draft.acceptance_rate:.0%} ({draft.accepted} of {draft.drafted})")
-    console.print(table)
+    text = colored(console, result.draft.events) if color else Text(result.draft.text, overflow="fold")
+    page = Table.grid(padding=(0, 3), expand=True)
+    page.add_column(ratio=1, overflow="fold")
+    page.add_column()
+    page.add_row(text, figures)
+    console.print(page)
     theirs = result.transformers_tokens_per_second
-    console.print(f"speedup: {result.speedup:.2f}x over plain decoding (median of {result.rounds} interleaved runs)")
-    plain_ratio, draft_ratio = result.plain_tokens_per_second / theirs, result.tokens_per_second / theirs
-    console.print(
-        f"for comparison: transformers' generate, {theirs:.1f} tokens/s; "
-        f"plain is {plain_ratio:.2f} times as fast, speculative {draft_ratio:.2f}",
-        soft_wrap=True,
-    )
-    console.print(f"identical output: {result.verdict}", soft_wrap=True)
+    for line in (
+        "",
+        f"speedup: {result.speedup:.2f}x over plain decoding (median of {result.rounds} interleaved runs); "
+        f"transformers' generate: {theirs:.1f} tokens/s",
+        f"identical output: {_verdict(llm, result)}",
+    ):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _verdict(llm: LLM, result: Comparison) -> str:
+    """Return whether the texts are equal, in words, with the first difference and its margin if they are not."""
+    if not result.comparable:
+        return "not comparable (sampled texts are equal only by rule match, else only their distribution)"
+    return "yes" if result.difference is None else f"no: {difference_line(llm, result.difference)}"

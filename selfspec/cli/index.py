@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator
 
 from selfspec.basics.files import check_writable, kind
-from selfspec.cli.common import print_json, progress, stderr, stdout
+from selfspec.cli.common import model_for, print_json, progress, stderr, stdout
 from selfspec.cli.data import unescape_newlines
 from selfspec.cli.options import IndexCommand
-from selfspec.models.loading import check_at_hand, load_tokenizer, read_identity
+from selfspec.models.loading import load_tokenizer, read_identity
 from selfspec.proposers.history import AnswerHistory, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.prompt_files import read_texts
@@ -21,10 +21,10 @@ BATCH = 64  # texts encoded per call of the tokenizer
 def run(options: IndexCommand) -> None:
     """Validate the options, read the texts, and write the store. Raises `SelfspecError`."""
     begun = time.perf_counter()
-    check_at_hand(options.model)
+    model = model_for(options.model, None)
     check_writable(options.out)
     existing: list[tuple[int, ...]] = []
-    vocabulary = read_identity(options.model).vocabulary or 0
+    vocabulary = read_identity(model).vocabulary or 0
     if options.add and kind(options.out) != "missing":
         store = Store(options.out)
         store.check(vocabulary)
@@ -39,11 +39,11 @@ def run(options: IndexCommand) -> None:
             texts += more
             if note is not None:
                 warnings.warn(note, stacklevel=2)
-    encoded = list(_encoded(options.model, texts))
+    encoded = list(_encoded(model, texts))
     tokens = write_store(options.out, [*existing, *encoded], vocabulary=vocabulary)
     stats = {
         "store": str(options.out),
-        "model": options.model,
+        "model": model,
         "texts": sum(map(bool, [*existing, *encoded])),
         "tokens": tokens,
         "bytes": options.out.stat().st_size,
@@ -54,7 +54,7 @@ def run(options: IndexCommand) -> None:
         return
     stdout().print(
         f"{stats['texts']} texts, {tokens:,} tokens, {stats['bytes']:,} bytes, in {stats['seconds']} s: {options.out}. "
-        f"Use it with: selfspec generate --model {options.model} --store {options.out}",
+        f"Use it with: selfspec generate --model {model} --store {options.out}",
         soft_wrap=True,
         markup=False,
     )

@@ -18,7 +18,7 @@ from selfspec.search.options import SearchOptions
 from selfspec.training.options import TrainOptions
 from selfspec.types.methods import OWN
 
-BENCHED = "plain,skip,hf,hf-early-exit,hf-prompt-lookup"  # the methods that `bench` runs if none are named
+BENCHED = "plain,skip,hf,hf-prompt-lookup"  # the methods that `bench` runs if none are named
 _DRAFTING = "Drafting"
 _GUIDED = "Guided generation (needs llguidance)"
 _SAMPLING = "Sampling"
@@ -34,14 +34,19 @@ Model = Annotated[
         help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin; by default the profile's model.",
     ),
 ]
-NamedModel = Annotated[
-    str, typer.Option("--model", "-m", help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin.")
-]
 Controller = Annotated[
     str | None,
     typer.Option(
         help="Controller, which decides when drafting stops: fixed:k=4, static:threshold=0.6,k_max=8, "
         "adaptive:threshold=0.6; by default the profile's controller.",
+        hidden=True,
+        rich_help_panel=_DRAFTING,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.",
         rich_help_panel=_DRAFTING,
     ),
 ]
@@ -76,10 +81,7 @@ class DraftingOptions:
     model: Model = None
     profile: Annotated[
         str,
-        typer.Option(
-            help="Profile: a file, the name of a shipped profile, or auto: a shipped profile for the model, else one "
-            "that skips every second layer."
-        ),
+        typer.Option(help="Profile: a file, the name of a shipped one, auto (what generate drafts with), or none."),
     ] = "auto"
     controller: Controller = None
     store: Store = None
@@ -89,7 +91,7 @@ class DraftingOptions:
 class SearchCommand:
     """Options of `search`."""
 
-    model: NamedModel = "builtin"
+    model: Model = None
     data: DataOptions
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml")
     search_options: SearchOptions
@@ -115,12 +117,12 @@ class TrainCommand:
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND",
+            metavar="METHOD",
             help="Draft head: eagle, medusa, hydra, mlp, mtp, chimera; module of a draft path: bridge, adapter; draft "
             "model: distill; copy of the model: layerskip.",
         ),
     ]
-    model: NamedModel = "builtin"
+    model: Model = None
     profile: Annotated[
         str,
         typer.Option(
@@ -144,11 +146,11 @@ class ConvertCommand:
         Path, typer.Argument(metavar="FOLDER", help="Folder of the draft head, with its config.json and weights.")
     ]
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model", "-m", help="Model that the draft head is for: a folder, GGUF file, hub id, or smollm2-135m."
         ),
-    ]
+    ] = None
     profile: Annotated[
         str,
         typer.Option(
@@ -206,13 +208,7 @@ class DecodingOptions:
             rich_help_panel=_SAMPLING,
         ),
     ] = None
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.",
-            rich_help_panel=_DRAFTING,
-        ),
-    ] = None
+    method: Method = None
     controller: Controller = None
     store: Store = None
     extra_memory: ExtraMemory = None
@@ -247,6 +243,7 @@ class AuditCommand:
     """Options of `audit`."""
 
     drafting: DraftingOptions
+    method: Method = None
     data: PromptOptions
     limit: Annotated[int, typer.Option("--num-prompts", min=1, metavar="N", help="Maximum number of prompts.")] = 20
     max_new_tokens: Tokens = 64
@@ -320,7 +317,7 @@ class CompareCommand:
 
     model: Model = None
     profile: Annotated[
-        str, typer.Option(help="Profile: a file, the name of a shipped one, auto (one made for the model), or none.")
+        str, typer.Option(help="Profile: a file, the name of a shipped one, auto (what generate drafts with), or none.")
     ] = "auto"
     methods: Annotated[
         str | None,
@@ -388,13 +385,13 @@ class IndexCommand:
         typer.Argument(help="Files and folders of texts; .jsonl and .parquet files are read by row.", metavar="TEXTS"),
     ]
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model",
             "-m",
             help="Model whose tokenizer is used: a folder, GGUF file, hub id, smollm2-135m, or builtin.",
         ),
-    ] = "builtin"
+    ] = None
     out: Annotated[Path, typer.Option(help="File to write the retrieval store to.")] = Path("texts.store")
     add: Annotated[bool, typer.Option("--add", help="Add to the retrieval store at --out instead of replacing it.")] = (
         False
@@ -415,9 +412,7 @@ class ReportCommand:
     out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("report.html")
     profile: Annotated[
         str | None,
-        typer.Option(
-            help="Profile: a file, or the name of a shipped one; by default the study's best or the built-in model's."
-        ),
+        typer.Option(help="Profile: a file, or the name of a shipped one; by default the study's best."),
     ] = None
     study: Annotated[str | None, typer.Option(help="Study: a file of trials, or its name in --storage.")] = None
     storage: Storage = None

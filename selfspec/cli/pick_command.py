@@ -24,20 +24,20 @@ def run(
     max_draft_cost: float | None,
     out: Path,
     *,
-    max_memory: float | None = None,
+    extra_memory: float | None = None,
     as_json: bool,
 ) -> None:
     """Show a study's Pareto front; save a profile of its fastest trial within the limits of draft cost and memory."""
     quiet()
     if max_draft_cost is not None and not max_draft_cost > 0:
         raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: expected more than 0, as a share of a plain step")
-    if max_memory is not None and not max_memory >= 0:
-        raise SelfspecError(f"--max-memory {max_memory:g}: expected 0 or more, as a share of the model's bytes")
+    if extra_memory is not None and not extra_memory >= 0:
+        raise SelfspecError(f"--extra-memory {extra_memory:g}: expected 0 or more, as a share of the model's bytes")
     check_writable(out)
     from selfspec.search.front_pick import as_profile, best_within, memory_of, pareto
 
     ledger = open_study(study, storage)
-    best, memory_share = best_within(ledger, max_draft_cost, max_memory), memory_of(ledger)
+    best, memory_share = best_within(ledger, max_draft_cost, extra_memory), memory_of(ledger)
     front = pareto(ledger.entries, memory_share)
     profile = as_profile(ledger, best)
     write_profile(profile, out)

@@ -7,15 +7,20 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.command_help import PlainCommand, PlainGroup, more
 from selfspec.cli.options import Json
-from selfspec.cli.plain_flags import PlainCommand, PlainGroup
 
-profile_app = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="List, show, check, compare and import profiles.")
+profile_app = typer.Typer(
+    cls=PlainGroup,
+    no_args_is_help=True,
+    help="List, show, check, compare and import profiles.",
+    epilog=more("profiles.md", "selfspec profile list"),
+)
 
 Profile = Annotated[str, typer.Argument(help="Profile: a file, or the name of a shipped one.")]
 
 
-@profile_app.command("list", cls=PlainCommand)
+@profile_app.command("list", cls=PlainCommand, epilog=more("profiles.md", "selfspec profile list"))
 def list_profiles(
     folder: Annotated[
         Path | None, typer.Argument(help="Folder to list the profiles of; by default the shipped ones.")
@@ -28,7 +33,7 @@ def list_profiles(
     list_profiles(folder, as_json=json)
 
 
-@profile_app.command(cls=PlainCommand)
+@profile_app.command(cls=PlainCommand, epilog=more("profiles.md", "selfspec profile show profile.yaml"))
 def show(file: Profile) -> None:
     """Show a profile: its skip map, how it was found, and what was measured."""
     from selfspec.cli.profile_commands import show
@@ -36,7 +41,9 @@ def show(file: Profile) -> None:
     show(file)
 
 
-@profile_app.command(cls=PlainCommand)
+@profile_app.command(
+    cls=PlainCommand, epilog=more("profiles.md", "selfspec profile validate profile.yaml --model smollm2-135m")
+)
 def validate(
     file: Profile,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model that the profile must fit.")] = None,
@@ -47,7 +54,7 @@ def validate(
     validate(file, model)
 
 
-@profile_app.command(cls=PlainCommand)
+@profile_app.command(cls=PlainCommand, epilog=more("profiles.md", "selfspec profile diff old.yaml new.yaml"))
 def diff(
     a: Profile,
     b: Profile,
@@ -60,7 +67,13 @@ def diff(
         raise typer.Exit(code)
 
 
-@profile_app.command("import", cls=PlainCommand)
+@profile_app.command(
+    "import",
+    cls=PlainCommand,
+    epilog=more(
+        "profiles.md#published-skip-sets", "selfspec profile import skip_layers.json --model ./my-model --out mine.yaml"
+    ),
+)
 def import_profile(
     file: Annotated[Path, typer.Argument(help="File of the published skip set.")],
     model: Annotated[str, typer.Option(help="Model of the skip set: a folder, GGUF file, hub id, or builtin.")],
@@ -82,7 +95,10 @@ def import_profile(
     import_profile(file, format_name=format_name, model=model, key=key, layers=layers, out=out)
 
 
-@profile_app.command(cls=PlainCommand)
+@profile_app.command(
+    cls=PlainCommand,
+    epilog=more("profiles.md#several-ways-to-draft", "selfspec profile join code.yaml chat.yaml --out both.yaml"),
+)
 def join(
     files: Annotated[list[str], typer.Argument(help="Profiles of one model: files, or names of shipped ones.")],
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
@@ -93,7 +109,7 @@ def join(
     join(files, out)
 
 
-@profile_app.command(cls=PlainCommand)
+@profile_app.command(cls=PlainCommand, epilog=more("profiles.md", "selfspec profile schema > profile.schema.json"))
 def schema() -> None:
     """Print the JSON schema of profiles, for editors that check and complete YAML."""
     from selfspec.cli.profile_commands import schema
@@ -101,14 +117,20 @@ def schema() -> None:
     schema()
 
 
-@profile_app.command(cls=PlainCommand)
+@profile_app.command(
+    cls=PlainCommand,
+    epilog=more(
+        "search.md#long-searches-and-many-workers",
+        "selfspec profile pick trials.jsonl --max-draft-cost 0.5 --out cheap.yaml",
+    ),
+)
 def pick(
     study: Annotated[str, typer.Argument(help="Study: a file of trials, or its name in --storage.")],
     storage: Annotated[str | None, typer.Option(help="File or database that holds the study.")] = None,
     max_draft_cost: Annotated[
         float | None, typer.Option(help="Maximum time of a draft step, as a share of a plain decoding step.")
     ] = None,
-    max_memory: Annotated[
+    extra_memory: Annotated[
         float | None, typer.Option(help="Maximum extra memory of drafts, as a share of the model's bytes.")
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
@@ -117,4 +139,4 @@ def pick(
     """Save the best profile of a search within limits of cost and memory; show the Pareto front."""
     from selfspec.cli.pick_command import run
 
-    run(study, storage, max_draft_cost, out, max_memory=max_memory, as_json=json)
+    run(study, storage, max_draft_cost, out, extra_memory=extra_memory, as_json=json)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 
-from selfspec.cli.common import load_llm, print_json, quiet, set_threads, stderr
+from selfspec.cli.common import load_llm, model_for, print_json, profile_named, quiet, set_threads, stderr
 from selfspec.cli.quantize_options import QuantizeCommand
 from selfspec.cli.search import SearchWatch
 from selfspec.cli.train import print_usage
-from selfspec.models.loading import check_at_hand
 
 
 def run(command: QuantizeCommand) -> int:
@@ -17,14 +16,14 @@ def run(command: QuantizeCommand) -> int:
     quiet()
     from selfspec.search.quantizing import check_quantized_out, quantize
 
-    check_at_hand(command.model)
+    model = model_for(command.model, profile_named(command.profile))
     check_quantized_out(command.out)
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()
     set_threads(command.device_options.threads)
 
     console = stderr()
-    llm = load_llm(command.model, command.profile, command.device_options)
+    llm = load_llm(model, command.profile, command.device_options)
     try:
         with SearchWatch(console) as watch:
             made = quantize(

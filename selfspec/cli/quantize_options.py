@@ -8,7 +8,7 @@ import typer
 
 from selfspec.cli.data import DataOptions
 from selfspec.cli.devices import DeviceOptions
-from selfspec.cli.options import Json, NamedModel
+from selfspec.cli.options import Json, Model
 from selfspec.search.quantize_options import QuantizeOptions
 
 
@@ -16,7 +16,7 @@ from selfspec.search.quantize_options import QuantizeOptions
 class QuantizeCommand:
     """Options of `quantize`."""
 
-    model: NamedModel = "builtin"
+    model: Model = None
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="File to write the weights to; a profile is written beside it.")
     ] = Path("int4.safetensors")

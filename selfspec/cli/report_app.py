@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from selfspec.cli.command_help import PlainCommand, more
 from selfspec.cli.dataclass_options import flatten_options
 from selfspec.cli.options import ReportCommand, Storage
-from selfspec.cli.plain_flags import PlainCommand
 from selfspec.cli.shared_options import with_shared_options
 
 _SHOW = "Show"  # the group of these commands in the help
@@ -17,7 +17,11 @@ _SHOW = "Show"  # the group of these commands in the help
 report_app = typer.Typer()
 
 
-@report_app.command(cls=PlainCommand, rich_help_panel=_SHOW)
+@report_app.command(
+    cls=PlainCommand,
+    rich_help_panel=_SHOW,
+    epilog=more("see-it.md#plots", "selfspec plot profile.yaml --out skip-map.svg"),
+)
 def plot(
     source: Annotated[
         str,
@@ -44,7 +48,11 @@ def plot(
     run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))
 
 
-@report_app.command(cls=PlainCommand, rich_help_panel=_SHOW)
+@report_app.command(
+    cls=PlainCommand,
+    rich_help_panel=_SHOW,
+    epilog=more("see-it.md#the-report", "selfspec report --profile profile.yaml --out report.html"),
+)
 @with_shared_options
 @flatten_options
 def report(command: ReportCommand) -> None:

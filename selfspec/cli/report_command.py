@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, load_llm, model_for, progress, quiet, set_threads, stderr
@@ -78,9 +77,9 @@ def _check(options: ReportCommand) -> None:
 
 
 def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
-    """Return the named profile, else that of the study's best trial, else the built-in model's.
+    """Return the named profile, else that of the study's best trial; None if only a benchmark is shown.
 
-    Returns None if only a benchmark is shown. Raises `SelfspecError` for a damaged study or a model without a profile.
+    Raises `SelfspecError` for a damaged study, a model without a profile, and if there is nothing to report on.
     """
     if options.profile is not None:
         return checked_profile(options.profile)
@@ -93,9 +92,9 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
             return picked
         except SelfspecError as error:
             raise SelfspecError(f"{error}, or give --profile") from None
-    if options.model not in (None, builtin.NAME):
-        raise SelfspecError(f"--model {options.model}: given alone; expected --profile or --study, too")
-    return checked_profile(builtin.PROFILE) if options.bench is None or options.model is not None else None
+    if options.model is not None or options.bench is None:
+        raise SelfspecError("nothing to report on; expected --profile, --study or --bench")
+    return None
 
 
 def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples:
@@ -247,7 +246,7 @@ def _conditions(
         lines = {key: values for key, values in facts(profile).items() if key != "measured" or not profile.measured}
         fact_rows = [(label(key), "\n".join(values)) for key, values in lines.items()]
         made = ", ".join(f"{name} {number}" for name, number in profile.versions.items())
-        title = f"The profile: {options.profile or (ledger.description if ledger is not None else builtin.PROFILE)}"
+        title = f"The profile: {options.profile or (ledger.description if ledger is not None else '')}"
         tables.append(facts_table(title, fact_rows + ([("versions", made)] if made else [])))
         for m in profile.measured:
             workload = f"{m.prompts} x {m.max_new_tokens}{', held out' if m.held_out else ''}"

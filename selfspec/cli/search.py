@@ -15,10 +15,9 @@ from rich.progress import SpinnerColumn, TextColumn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
-from selfspec.cli.common import print_json, progress, quiet, set_threads, skip_map, stage_line, stderr
+from selfspec.cli.common import model_for, print_json, progress, quiet, set_threads, skip_map, stage_line, stderr
 from selfspec.cli.options import SearchCommand
 from selfspec.cli.profile_text import facts, plain_step
-from selfspec.models.loading import check_at_hand
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.types.draft_path import LOW
@@ -32,13 +31,13 @@ def run(command: SearchCommand) -> int:
     """Validate the options before loading the model, then search; return 130 after an interrupt."""
     quiet()
     budget = _budget(command.search_options.minutes)
-    check_at_hand(command.model)
+    model = model_for(command.model, None)
     _check_places(command)
     prompts = command.data.read()
     console = stderr()
     with SearchWatch(console) as watch:
         watch.loading()
-        profile = _search(command, prompts, budget, watch)
+        profile = _search(model, command, prompts, budget, watch)
     if profile is None:
         return 0
     write_profile(profile, command.out)
@@ -55,7 +54,9 @@ def run(command: SearchCommand) -> int:
     return 0
 
 
-def _search(command: SearchCommand, prompts: Prompts | None, budget: Budget, watch: SearchWatch) -> Profile | None:
+def _search(
+    model: str, command: SearchCommand, prompts: Prompts | None, budget: Budget, watch: SearchWatch
+) -> Profile | None:
     """Load the model and search; return None if another worker saves the profile."""
     set_threads(command.device_options.threads)
 
@@ -66,9 +67,9 @@ def _search(command: SearchCommand, prompts: Prompts | None, budget: Budget, wat
     if command.data.chat:
         from selfspec.llm.prompt_encoding import check_chat
 
-        check_chat(command.model)
+        check_chat(model)
     load_for = partial(
-        load, command.model, profile="none", device=command.device_options.placement, dtype=command.device_options.dtype
+        load, model, profile="none", device=command.device_options.placement, dtype=command.device_options.dtype
     )
     quantized_drafts = (
         any(mode in command.search_options.allowed_modes for mode in LOW) and command.search_options.extra_memory != 0

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.common import (
-    checked_profile,
+    check_named_method,
     held_note,
     model_for,
     peak_note,
+    profile_named,
     quiet,
     search_hint,
     set_threads,
@@ -40,10 +41,9 @@ def run(command: ServeCommand) -> int:
     replica_devices, _ = replicas(command), command.limits.rows
     if command.api_key is not None and (not command.api_key.isascii() or not command.api_key.strip()):
         raise SelfspecError("--api-key: the key is blank or not ASCII; expected at least one ASCII character")
-    profile: str | Profile = (
-        command.profile if command.profile in ("auto", "none") else checked_profile(command.profile)
-    )
-    model = model_for(command.model, profile if isinstance(profile, Profile) else None)
+    named = profile_named(command.profile)
+    model, profile = model_for(command.model, named), named or command.profile
+    check_named_method(command.method)
     if command.store is not None:
         Store(command.store)
     adapters = _adapters(command.adapter or ())
@@ -75,6 +75,7 @@ def _load(
         model,
         profile=profile,
         store=command.store,
+        method=command.method,
         device=where.placement,
         dtype=where.dtype,
         tensor_parallel=where.tensor_parallel,

@@ -7,7 +7,7 @@ import typer
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.devices import SharedDeviceOptions
-from selfspec.cli.options import ExtraMemory, Model, Store
+from selfspec.cli.options import ExtraMemory, Method, Model, Store
 
 _LIMITS, _WHO = "Limits", "Address and access"
 
@@ -26,7 +26,12 @@ class LimitOptions:
             rich_help_panel=_LIMITS,
         ),
     ] = None
-    batch_size: Annotated[int | None, typer.Option(min=1, max=1024, hidden=True, rich_help_panel=_LIMITS)] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, metavar="N", help="The same as --max-num-seqs.", hidden=True, rich_help_panel=_LIMITS
+        ),
+    ] = None
     memory: Annotated[
         float | None,
         typer.Option(
@@ -66,6 +71,7 @@ class LimitOptions:
             min=1,
             metavar="BYTES",
             help="Maximum size of a request body; larger ones get status 413.",
+            hidden=True,
             rich_help_panel=_LIMITS,
         ),
     ] = 4 * 2**20
@@ -81,6 +87,7 @@ class LimitOptions:
             min=0.001,
             metavar="SECONDS",
             help="Time limit for reading a request's head, then its body.",
+            hidden=True,
             rich_help_panel=_LIMITS,
         ),
     ] = 20.0
@@ -90,6 +97,7 @@ class LimitOptions:
             min=0,
             metavar="SECONDS",
             help="Time that running requests have to finish on shutdown.",
+            hidden=True,
             rich_help_panel=_LIMITS,
         ),
     ] = 30.0
@@ -108,6 +116,7 @@ class ServeCommand:
 
     model: Model = None
     profile: Annotated[str, typer.Option(help="Profile: a file, the name of a shipped one, auto, or none.")] = "auto"
+    method: Method = None
     store: Store = None
     extra_memory: ExtraMemory = None
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHO)] = "127.0.0.1"
@@ -130,6 +139,7 @@ class ServeCommand:
         typer.Option(
             metavar="ORIGIN",
             help="Origin of web pages that may send requests, such as https://app.example; can be repeated; *: any.",
+            hidden=True,
             rich_help_panel=_WHO,
         ),
     ] = None

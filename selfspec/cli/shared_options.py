@@ -1,4 +1,4 @@
-"""Options that all commands on models have beside their own: `--revision`, `--quiet` and `--verbose`."""
+"""Options that all commands on models have beside their own: `--revision`, `--quiet`, `--verbose` and `--help-all`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from inspect import Parameter
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from selfspec.cli.command_help import HelpAll
 from selfspec.cli.verbosity import speaking
 from selfspec.models.hub_names import with_revision
 
@@ -29,6 +30,8 @@ _OPTIONS = {
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command for typer with the further options; `command` has the parameter `model`.
 
+    `--help-all` is one of them if the command has hidden options.
+
     The command raises `SelfspecError` if the options do not go together.
     """
 
@@ -40,11 +43,13 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
             command(**values)
 
     signature = inspect.signature(command)
+    own = signature.parameters.values()
+    rare = any(getattr(mark, "hidden", False) for param in own for mark in get_args(param.annotation)[1:])
     more = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None if name == "revision" else False, annotation=option)
-        for name, option in _OPTIONS.items()
+        for name, option in (_OPTIONS | ({"help_all": HelpAll} if rare else {})).items()
     ]
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *more]
+        parameters=[*own, *more]
     )
     return run

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TextColumn
 
-from selfspec.cli.common import load_llm, print_json, progress, quiet, set_threads, stage_line, stderr
+from selfspec.cli.common import (
+    load_llm,
+    model_for,
+    print_json,
+    profile_named,
+    progress,
+    quiet,
+    set_threads,
+    stage_line,
+    stderr,
+)
 from selfspec.cli.options import TrainCommand
 from selfspec.models.loading import check_at_hand
 from selfspec.training.options import check_kind
@@ -27,7 +37,7 @@ def run(command: TrainCommand) -> int:
     """Validate the options before loading the model, then train; return 130 after an interrupt."""
     quiet()
     kind = check_kind(command.kind)
-    check_at_hand(command.model)
+    model = model_for(command.model, profile_named(command.profile))
     if command.train_options.student is not None:
         check_at_hand(command.train_options.student)
     prompts = command.data.read()
@@ -37,7 +47,7 @@ def run(command: TrainCommand) -> int:
 
     check_folder(command.out)
     console = stderr()
-    llm = load_llm(command.model, command.profile, command.device_options)
+    llm = load_llm(model, command.profile, command.device_options)
     with _Watch(console) as watch:
         fitted = fit(
             llm,

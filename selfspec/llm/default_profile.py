@@ -13,6 +13,7 @@ from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
 from selfspec.models.native_library import available
+from selfspec.profile.choosing import choose_profile, shipped_for
 from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.method_profiles import quantized_profile
 from selfspec.profile.schema import Profile
@@ -20,6 +21,26 @@ from selfspec.types.identity import Identity
 
 DRAFTED = 7  # tokens of a draft: int8 drafts are hardly ever rejected, and 8 rows are verified at little more than one
 _SPARE = 0.5  # largest share of the available memory that draft weights may take
+
+
+def resolve_profile(
+    named: str | Profile,
+    model: Any,
+    identity: Identity,
+    *,
+    method: str | None = None,
+    extra_memory: float | None = None,
+) -> tuple[Profile | None, bool]:
+    """Return the profile that `model` drafts with (None: plain decoding), and whether it is the default profile.
+
+    This is what `auto` means in every command: `choose_profile` first; the default profile if no shipped profile was
+    measured on the model's weights. The arguments are those of `choose_profile` and `default_profile`.
+    """
+    chosen = choose_profile(identity, named, method)
+    if chosen is not None or named != "auto" or shipped_for(identity):
+        return chosen, False
+    default = default_profile(model, identity, extra_memory=extra_memory)
+    return default, default is not None
 
 
 def default_profile(model: Any, identity: Identity, *, extra_memory: float | None = None) -> Profile | None:

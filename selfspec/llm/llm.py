@@ -16,7 +16,7 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.engine.loop import decode
 from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
-from selfspec.llm.default_profile import default_profile
+from selfspec.llm.default_profile import resolve_profile
 from selfspec.llm.generate_many import generate_many
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.messages import render, validate_messages
@@ -29,7 +29,7 @@ from selfspec.models.half_storage import held_dtypes
 from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, weight_bytes
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
-from selfspec.profile.choosing import check_profile, choose_profile, named_profile, shipped_for, with_lookup_files
+from selfspec.profile.choosing import check_profile, choose_profile, named_profile, with_lookup_files
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.proposers.history import check_answers
@@ -398,7 +398,7 @@ class LLM:
 
 
 def load(
-    model: str = "builtin",
+    model: str,
     *,
     profile: str | Path | Profile = "auto",
     device: str | DeviceMap = "auto",
@@ -441,9 +441,7 @@ def load(
     loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel)
     loaded = load_adapters(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
-    chosen = choose_profile(identity, named, method)
-    if default := chosen is None and named == "auto" and not shipped_for(identity):
-        chosen = default_profile(loaded, identity, extra_memory=extra_memory)
+    chosen, default = resolve_profile(named, loaded, identity, method=method, extra_memory=extra_memory)
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
     low = chosen is not None and any(alternative.path.low_precision for alternative in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout

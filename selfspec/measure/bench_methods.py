@@ -22,6 +22,7 @@ LOOKUP_TOKENS = 10  # tokens that prompt lookup drafts, the value in transformer
 
 EXIT = "assistant_early_exit"  # in `BenchMethod.settings`, a value of n means: exit after 1/n of the layers
 THEIR_DRAFT_MODEL = "hf-model:"
+OF_PROFILE = ("skip", "path", "guarded")  # methods that draft as the benchmark's profile says
 
 _log = logging.getLogger("selfspec")
 Weights = Literal["plain", "skip", "hf"]
@@ -179,8 +180,12 @@ def any_drafts(methods: Sequence[str]) -> bool:
 
 
 def check_supported(name: str, llm: LLM, profile: Profile) -> None:
-    """Raise `UnsupportedModelError` if a method cannot run on a model, such as one with recurrent states."""
+    """Raise `UnsupportedModelError` if a method cannot run on a model, or with a profile that drafts nothing."""
     method = find_method(name)
+    if name in OF_PROFILE and not profile.drafts:
+        raise UnsupportedModelError(
+            f"method '{name}' needs a profile that drafts; name it with --profile, or run selfspec search"
+        )
     if (method.settings or method.assistant) and getattr(llm.model, "_is_stateful", False):
         raise UnsupportedModelError(
             "assisted generation of transformers takes no model with recurrent states, such as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.llm.stream import Generation
 from selfspec.measure.audit import Difference, first_difference
-from selfspec.measure.timing import interleave, method, transformers_generate
+from selfspec.measure.timing import Runs, interleave, method, transformers_generate
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt import Prompt
 
@@ -21,8 +22,9 @@ class Comparison:
     """The results of decoding one prompt without drafts, with a drafter, and by `transformers`' generate.
 
     `plain` and `draft`: the generations without drafts and with the drafter. `speedup`: of `draft` over `plain`, the
-    median over rounds. `rounds`: how often each method ran. `comparable`: whether the texts of `plain` and `draft` must
-    be equal. `difference`: the first difference between these texts; None if they are equal or not comparable.
+    median over rounds. `plain_first_token` and `first_token`: the seconds to the first token, medians over rounds.
+    `rounds`: how often each method ran. `comparable`: whether the texts of `plain` and `draft` must be equal.
+    `difference`: the first difference between these texts; None if they are equal or not comparable.
     """
 
     plain: Generation
@@ -31,6 +33,8 @@ class Comparison:
     tokens_per_second: float
     transformers_tokens_per_second: float
     speedup: float
+    plain_first_token: float
+    first_token: float
     rounds: int
     comparable: bool
     difference: Difference | None
@@ -40,18 +44,13 @@ class Comparison:
         """Whether the tokens are equal; None if not `comparable`: other sampling only keeps the distribution equal."""
         return self.plain.tokens == self.draft.tokens if self.comparable else None
 
-    @property
-    def verdict(self) -> str:
-        """The answer to whether the texts are equal, as text for the user."""
-        if not self.comparable:
-            return "not comparable (sampled texts are equal only by rule match, else only their distribution)"
-        return "yes" if self.difference is None else f"no: {self.difference}"
-
     def as_dict(self) -> dict[str, Any]:
         """Return speeds, statistics of plain decoding and the difference, ready for JSON; the texts are left out."""
         return {
             "identical": self.identical,
             "speedup": self.speedup,
+            "plain_first_token_seconds": self.plain_first_token,
+            "first_token_seconds": self.first_token,
             "rounds": self.rounds,
             "plain_tokens_per_second": self.plain_tokens_per_second,
             "tokens_per_second": self.tokens_per_second,
@@ -98,7 +97,14 @@ def compare(
         tokens_per_second=runs.total("draft").tokens_per_second,
         transformers_tokens_per_second=runs.total("transformers").tokens_per_second,
         speedup=runs.ratios("draft", "plain")[0],
+        plain_first_token=_first_token(runs, "plain"),
+        first_token=_first_token(runs, "draft"),
         rounds=rounds,
         comparable=comparable,
         difference=difference,
     )
+
+
+def _first_token(runs: Runs, name: str) -> float:
+    """Return the seconds to the first token of a method, the median over its runs of the first prompt."""
+    return statistics.median(stats.log[0].seconds for stats in runs.stats[name][0])

@@ -52,7 +52,7 @@ class DeviceMap:
             size = memory > 0 if isinstance(memory, int) else _MEMORY.fullmatch(memory) is not None
             if not known or not size:
                 raise SelfspecError(
-                    f"max memory {device}={memory}: expected a GPU's number or cpu, and a size such as 20GiB"
+                    f"device memory {device}={memory}: expected a GPU's number or cpu, and a size such as 20GiB"
                 )
         if self.offload_folder is not None and kind(self.offload_folder) not in ("folder", "missing"):
             raise SelfspecError(f"offload folder {self.offload_folder} is a file; expected a folder")
@@ -64,26 +64,26 @@ class DeviceMap:
 
 
 def parse_devices(
-    device: str, device_map: str | None, max_memory: str | None, offload_folder: Path | None
+    device: str, device_map: str | None, device_memory: str | None, offload_folder: Path | None
 ) -> str | DeviceMap:
     """Parse the device options of a command: return `device`, or a `DeviceMap` if `device_map` is given.
 
-    `max_memory` has the form 0=20GiB,cpu=60GiB. Raises `SelfspecError` for options that are invalid or do not go
+    `device_memory` has the form 0=20GiB,cpu=60GiB. Raises `SelfspecError` for options that are invalid or do not go
     together.
     """
     if device_map is None:
-        for name, value in (("--max-memory", max_memory), ("--offload-folder", offload_folder)):
+        for name, value in (("--device-memory", device_memory), ("--offload-folder", offload_folder)):
             if value is not None:
                 raise SelfspecError(f"{name} is for models spread over devices; expected --device-map auto too")
         return device
     if device != "auto":
         raise SelfspecError(f"--device {device} and --device-map: expected only one of these options")
     memory: dict[int | str, int | str] = {}
-    for part in [] if max_memory is None else " ".join(max_memory.split()).split(","):
+    for part in [] if device_memory is None else " ".join(device_memory.split()).split(","):
         place, _, size = (text.strip() for text in part.partition("="))
         key = int(place) if re.fullmatch("[0-9]{1,4}", place) else place
         if key in memory:
-            raise SelfspecError(f"max memory: {place} is given twice")
+            raise SelfspecError(f"device memory: {place} is given twice")
         memory[key] = size
     return DeviceMap(device_map, memory or None, offload_folder)
 

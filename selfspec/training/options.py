@@ -79,4 +79,4 @@ def check_kind(kind: str) -> Kind:
     for known in KINDS:
         if kind == known:
             return known
-    raise SelfspecError(f"kind '{kind}' of parts is not known; known: {', '.join(KINDS)}")
+    raise SelfspecError(f"method '{kind}' cannot be trained; expected {', '.join(KINDS)}")

@@ -12,14 +12,14 @@ LAYERS = 6
 
 def quick(dtype: str) -> selfspec.LLM:
     """The built-in model with some of its layers alone, without a profile."""
-    model = selfspec.load(profile="none", dtype=dtype)
+    model = selfspec.load("builtin", profile="none", dtype=dtype)
     return selfspec.wrap(keep_layers(model.model, LAYERS), model.tokenizer, profile="none")
 
 
 @pytest.fixture(scope="session")
 def whole() -> selfspec.LLM:
     """The built-in model in float32, with all of its layers."""
-    return selfspec.load(profile="none")
+    return selfspec.load("builtin", profile="none")
 
 
 @pytest.fixture(scope="session")

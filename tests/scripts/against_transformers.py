@@ -3,9 +3,9 @@
     python tests/scripts/against_transformers.py --model smollm2-135m --prompts chats.jsonl --limit 40 --out found.json
 
 Greedy; the prompts are a user's messages (JSON lines with `prompt`, or Spec-Bench's `turns`), the held-out chat prompts
-that come with selfspec when left out. Drafted: the profile, else every second layer skipped. A near-tie is a
-difference where the two tokens' logits are no further apart than rounding explains (`selfspec.measure.audit`); anything
-else is a bug, and the exit code is 1.
+that come with selfspec when left out. Drafted: as --profile says (auto). A near-tie is a difference where the two
+tokens' logits are no further apart than rounding explains (`selfspec.measure.audit`); anything else is a bug, and the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import torch
 
 import selfspec
 from selfspec import builtin
-from selfspec.cli.common import select_drafting
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.prompt_encoding import encode
 from selfspec.measure.audit import first_difference
 from selfspec.measure.timing import conditions
-from selfspec.profile.shipped import find_profile_file
 
 
 def texts(path: Path | None, limit: int) -> list[str]:
@@ -39,7 +37,7 @@ def main() -> None:
     """Count what is equal, and what differs how."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--profile")
+    parser.add_argument("--profile", default="auto")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--limit", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -47,11 +45,9 @@ def main() -> None:
     parser.add_argument("--layout", default="auto")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    llm = selfspec.load(given.model, profile="none", dtype=given.dtype, layout=given.layout, drafting=True)
+    llm = selfspec.load(given.model, profile=given.profile, dtype=given.dtype, layout=given.layout, drafting=True)
     theirs = selfspec.load(given.model, profile="none", dtype=given.dtype, layout="rows").model
-    profile = None if given.profile is None else find_profile_file(given.profile)
-    drafting = select_drafting(llm.identity, profile, given.profile or "")
-    drafters = {"plain": PlainDrafter(), "drafted": llm.drafter_for(drafting.profile)}
+    drafters = {"plain": PlainDrafter(), "drafted": llm.drafter_for(llm.profile)}
     found = {name: {"texts": 0, "tokens": 0, "equal": 0, "near_ties": [], "bugs": []} for name in drafters}
     for number, text in enumerate(texts(given.prompts, given.limit)):
         ids = encode(llm, text, chat=True)
@@ -79,7 +75,7 @@ def main() -> None:
         **conditions(llm.runtime),
         "model": given.model,
         "layout": llm.layout,
-        "drafted": drafting.source,
+        "drafted": llm.profile.draft.summary,
         "found": found,
     }
     print(json.dumps(summary, indent=1))

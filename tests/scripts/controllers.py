@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    llm = selfspec.load(profile="none", drafting=True)
+    llm = selfspec.load("builtin", profile="none", drafting=True)
     base = find_profile_file(given.profile or builtin.PROFILE)
     found: dict[str, Any] = {**conditions(llm.runtime), "skipped": len(base.skip_set), "temperatures": {}}
     for temperature in (0.0, 0.8):

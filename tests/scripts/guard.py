@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    llm = selfspec.load(profile="none")
+    llm = selfspec.load("builtin", profile="none")
     cases: dict[str, Callable[[LLM], tuple[LLM, Profile]]] = {
         "random weights": random_weights,
         "never right": never_right,

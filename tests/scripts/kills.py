@@ -45,8 +45,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trials.jsonl"
         storage = given.storage if given.storage and is_database(given.storage) else file
-        common = ["--storage", str(storage), "--study", STUDY, "--num-prompts", "2", "--max-new-tokens", "8"]
-        command = [SELFSPEC, "search", *common, "--threads", "1", "--keep-best", "--out", f"{folder}/p.yaml"]
+        common = [
+            "-m",
+            "builtin",
+            "--storage",
+            str(storage),
+            "--study",
+            STUDY,
+            "--num-prompts",
+            "2",
+            "--max-new-tokens",
+            "8",
+        ]
+        command = [
+            SELFSPEC,
+            "search",
+            "--model",
+            "builtin",
+            *common,
+            "--threads",
+            "1",
+            "--keep-best",
+            "--out",
+            f"{folder}/p.yaml",
+        ]
         before: list[tuple[float, dict[str, int]]] = []
         hurt = torn = 0
         for number in range(given.kills):

@@ -66,7 +66,7 @@ def rounds(llm: LLM, drafter: Drafter, drafted: int) -> list[tuple[int, float, f
 def main() -> None:
     """A line for each stretch of contexts."""
     torch.set_num_threads(1)
-    llm = selfspec.load(profile="none", drafting=True)
+    llm = selfspec.load("builtin", profile="none", drafting=True)
     llm.runtime.forward_drafts = Timed(llm)  # type: ignore[method-assign]
     half = tuple(range(1, 16, 2))
     drafter = LayerSkipDrafter(llm.runtime, SkipSet(half, half), FixedK(DRAFTED), candidates=CANDIDATES)

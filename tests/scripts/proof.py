@@ -73,7 +73,7 @@ PATHS: dict[str, Callable[[], dict[str, DraftPath]]] = {
 def part(prompts: list[str], kind: str) -> dict[str, dict[str, float]]:
     """Counts for each draft path and controller over some of the prompts."""
     torch.set_num_threads(1)
-    llm = selfspec.load(profile="none", dtype="float64")
+    llm = selfspec.load("builtin", profile="none", dtype="float64")
     plain = [llm.generate(p, max_new_tokens=TOKENS, drafter=PlainDrafter()).tokens for p in prompts]
     counts: dict[str, dict[str, float]] = {}
     for name, path in PATHS[kind]().items():

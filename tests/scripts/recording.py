@@ -15,12 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from terminal import Terminal
 
-SELFSPEC = Path(sys.executable).parent / "selfspec"
-
 
 def main(lines: Path, options: list[str]) -> int:
     """Type, and print what stands there; the chat's exit code."""
-    terminal = Terminal([str(SELFSPEC), "chat", *options])
+    terminal = Terminal([sys.executable, "-m", "selfspec", "chat", *options])
     try:
         for line in lines.read_text().splitlines():
             terminal.until(lambda shown: shown.endswith("> "))

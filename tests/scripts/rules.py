@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    llm = selfspec.load(profile="none")
+    llm = selfspec.load("builtin", profile="none")
     skip = find_profile_file(builtin.PROFILE).skip_set
     prompts = builtin.prompts("heldout")[: options.prompts]
     kinds = {

@@ -47,7 +47,7 @@ def arm(job):
     """The samples of one arm at one setting."""
     setting, name, number, count = job
     torch.set_num_threads(1)
-    llm = selfspec.load(profile="none")
+    llm = selfspec.load("builtin", profile="none")
     candidates, rule = ARMS[name]
     drafter = PlainDrafter()
     if candidates:

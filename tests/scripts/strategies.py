@@ -229,7 +229,7 @@ def main() -> None:
         plot(results, options.plot)
         return
     torch.set_num_threads(options.threads)
-    llm = selfspec.load(profile="none")
+    llm = selfspec.load("builtin", profile="none")
 
     def keep(key, make):
         if key not in results:

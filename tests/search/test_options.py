@@ -127,8 +127,8 @@ def test_how_tokens_are_chosen():
     [
         ({"controller": "magic"}, "controller 'magic' is not known"),
         ({"controller": ControllerSpec(name="fixed", options={"k": 0})}, "expected a whole number"),
-        ({"drafters": "look"}, "drafters 'look': expected lookup or none"),
-        ({"drafters": ""}, "drafters '': expected lookup"),
+        ({"drafters": "look"}, "proposers 'look': expected lookup or none"),
+        ({"drafters": ""}, "proposers '': expected lookup"),
         ({"keep": "first"}, "keep 'first': expected layer numbers such as 0,15"),
         ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),
     ],

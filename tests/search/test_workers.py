@@ -15,6 +15,7 @@ import layouts
 import optuna
 import postgres
 import pytest
+from builtin_model import on_builtin
 from selfspec.search.ledger import Ledger
 from selfspec.search.storage import open_storage
 from studies import small_study
@@ -53,7 +54,7 @@ def storage(request, tmp_path_factory):
 def worker(warm, event, storage, folder, *options):
     """A search in a process of its own, with an event of `command.EVENTS`."""
     folder.mkdir(exist_ok=True)
-    arguments = [warm.python, COMMAND, event, "search", "--storage", storage, *OPTIONS, *options]
+    arguments = [warm.python, COMMAND, event, *on_builtin(["search", "--storage", storage, *OPTIONS, *options])]
     return subprocess.Popen([*map(str, arguments)], cwd=folder, stderr=subprocess.PIPE, env=os.environ)
 
 
@@ -125,7 +126,7 @@ def test_a_profile_is_picked(tmp_path, capsys):
     assert [row["draft_cost"] for row in front] == sorted(row["draft_cost"] for row in front)
     assert [row["acceptance_rate"] for row in front] == sorted(row["acceptance_rate"] for row in front)
     assert {row["memory"] for row in front} == {None}, "of a model whose sizes are not known"
-    pick_command.run("selfspec", place, costs[0] + 1e-9, out, max_memory=0, as_json=False)
+    pick_command.run("selfspec", place, costs[0] + 1e-9, out, extra_memory=0, as_json=False)
     assert "memory" in capsys.readouterr().err
     with pytest.raises(SelfspecError, match="no trial's draft step costs 0.001 of a plain one or less; the cheapest"):
         pick_command.run("selfspec", place, 0.001, out, as_json=True)

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import pytest
+from builtin_model import on_builtin
 from told import costs_are_told as costs_are_told
 
 from selfspec.cli import main
@@ -14,12 +15,15 @@ from selfspec.cli import main
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Run the command in a fresh folder: exit code, standard output, standard error. `stdin`: bytes, or a stream."""
+    """Run the command in a fresh folder: exit code, standard output, standard error. `stdin`: bytes, or a stream.
+
+    Where neither a model nor a profile is named, it runs on the built-in model.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*args, stdin=None):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *map(str, args)])
+        monkeypatch.setattr(sys, "argv", ["selfspec", *on_builtin(args)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)) if isinstance(stdin, bytes) else stdin)
         monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
         with pytest.raises(SystemExit) as ended:

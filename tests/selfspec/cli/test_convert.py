@@ -40,7 +40,6 @@ def test_a_published_head_drafts(cli, medusa):
         (["empty", "--model", "builtin"], "config.json: no such file"),
         (["empty", "--model", "gone/model"], "gone/model"),
         (["empty", "--model", "builtin", "--out", "gone/parts"], "gone/parts is no folder"),
-        (["empty"], "Missing option '--model'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

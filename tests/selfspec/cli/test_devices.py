@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from selfspec.cli import main
 from selfspec.models import loading
 
-SPREAD = ("--device-map", "auto", "--max-memory", "cpu=2200KB", "--offload-folder", "offloaded")
+SPREAD = ("--device-map", "auto", "--device-memory", "cpu=2200KB", "--offload-folder", "offloaded")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builtin_model import on_builtin
 from chats import save_with_template, with_template
 
 from selfspec.cli import main
@@ -31,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["selfspec", "generate", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["selfspec", *on_builtin(["generate", *args])])
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code or 0
@@ -217,7 +218,7 @@ def test_a_conversation_is_a_prompt(folder, monkeypatch, llm):
 
 def test_bytes_of_other_encodings(tmp_path):
     """A byte order mark on standard input is no text, and an ASCII output gets escapes instead of a traceback."""
-    command = [sys.executable, "-m", "selfspec", "generate", "--json", "--color", *HOW]
+    command = [sys.executable, "-m", "selfspec", *on_builtin(["generate", "--json", "--color", *HOW])]
     texts = []
     for mark in (b"", b"\xef\xbb\xbf"):
         done = subprocess.run(command, input=mark + "é = '漢".encode(), capture_output=True, check=True)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import typer
 
 from selfspec.cli import main
+from selfspec.cli.app import app
 
-DEVICE = ["device", "dtype", "threads", "device-map", "max-memory", "offload-folder"]
+DOCS = Path(__file__).parents[3] / "docs"
+DEVICE = ["device", "dtype", "threads"]
 PROMPTS = ["column", "template", "chat"]
-LAST = ["revision", "quiet", "verbose", "help"]
-DRAFTING = {"Drafting": ["controller", "store"], "Prompts": PROMPTS, "Device": DEVICE}
+LAST = ["revision", "quiet", "verbose", "help-all", "help"]
+DRAFTING = {"Drafting": ["store"], "Prompts": PROMPTS, "Device": DEVICE}
 DECODING = {
     "Sampling": ["top-k", "top-p", "seed", "generation-config", "min-p", "repetition-penalty", "set"],
-    "Drafting": ["rule", "method", "controller", "store", "extra-memory", "answers"],
+    "Drafting": ["rule", "method", "store", "extra-memory", "answers"],
     "Guided generation (needs llguidance)": ["regex", "json-schema"],
-    "Device": [*DEVICE, "tensor-parallel"],
+    "Device": DEVICE,
 }
 COMMANDS = {
     "search": {
@@ -27,10 +31,9 @@ COMMANDS = {
         ],
         "Prompts": PROMPTS,
         "Sampling": ["top-k", "top-p"],
-        "Drafting and verification": ["rule", "controller", "kv", "drafters", "store"],
-        "Search space": ["keep", "modes", "extra-memory", "int4", "granularity", "max-draft-cost", "keep-best"],
-        "Search method": ["strategy", "context", "seed"],
-        "Search as in the paper (with --strategy skopt)": ["objective", "warm-starts"],
+        "Search space": ["keep-layers", "modes", "extra-memory", "int4", "keep-best"],
+        "Drafting and verification": ["store"],
+        "Search method": ["seed"],
         "Storage of trials": ["storage", "study"],
         "Device": DEVICE,
     },
@@ -66,7 +69,8 @@ COMMANDS = {
             *("model", "profile", "prompts", "num-prompts", "max-new-tokens", "temperature", "seed", "json"),
             *LAST,
         ],
-        **DRAFTING,
+        "Drafting": ["store", "method"],
+        **{panel: DRAFTING[panel] for panel in ("Prompts", "Device")},
     },
     "bench": {
         "Options": [
@@ -95,7 +99,7 @@ COMMANDS = {
     },
     "index": {
         "Arguments": [],
-        "Options": ["model", "out", "add", "column", "template", "json", *LAST],
+        "Options": ["model", "out", "add", "column", "template", "json", "revision", "quiet", "verbose", "help"],
     },
     "report": {
         "Options": [
@@ -108,15 +112,20 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, capsys):
+def helped(monkeypatch, capsys, *arguments):
+    """The help in a terminal of 80 columns, by lines."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr(sys, "argv", ["selfspec", command, "--help"])
+    monkeypatch.setattr(sys, "argv", ["selfspec", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
-    lines = capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, capsys):
+    lines = helped(monkeypatch, capsys, command, "--help")
     assert not any("<bool>" in line for line in lines)
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines), "cut short"
@@ -134,13 +143,8 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
 
 
 def test_commands_stand_in_groups(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr(sys, "argv", ["selfspec", "--help"])
-    with pytest.raises(SystemExit):
-        main()
     found = {}
-    for line in capsys.readouterr().out.splitlines():
+    for line in helped(monkeypatch, capsys, "--help"):
         assert "<bool>" not in line
         if title := re.match(r"╭─ (.*?) ─+╮", line):
             found[title[1]] = []
@@ -154,3 +158,34 @@ def test_commands_stand_in_groups(monkeypatch, capsys):
         ("Extend", ["train", "convert", "quantize", "index", "export"]),
         ("Show", ["plot", "report"]),
     ]
+
+
+def test_rare_options_are_in_the_full_help_only(monkeypatch, capsys):
+    short = "\n".join(helped(monkeypatch, capsys, "search", "--help"))
+    whole = "\n".join(helped(monkeypatch, capsys, "search", "--help-all"))
+    for option in ("--objective", "--no-warm-starts", "--granularity", "--device-map"):
+        assert option not in short
+        assert option in whole
+    assert "--help-all" in short
+    assert "\n".join(helped(monkeypatch, capsys, "search", "--help")) == short
+    assert short.count("\n") < 100, "two screens"
+
+
+def commands():
+    """Every command, as its words."""
+    top = typer.main.get_command(app)
+    return [
+        words
+        for name, command in top.commands.items()
+        for words in ([(name, sub) for sub in command.commands] if hasattr(command, "commands") else [(name,)])
+    ]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_each_help_ends_with_an_example_and_its_page(words, monkeypatch, capsys):
+    end = "\n".join(helped(monkeypatch, capsys, *words, "--help")).rpartition("╯")[2]
+    found = re.fullmatch(r"Example: selfspec (.*) More: docs/([a-z.-]+)(?:#(\S+))?", " ".join(end.split()))
+    assert found[1].startswith(" ".join(words))
+    anchor, text = found[3], (DOCS / found[2]).read_text()
+    headings = [re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in text.splitlines()]
+    assert not anchor or anchor in headings

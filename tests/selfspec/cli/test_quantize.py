@@ -35,14 +35,14 @@ def test_weights_and_a_profile_that_uses_them(cli):
 def test_the_default_is_gptq(cli):
     assert not cli("quantize", *FEW)[0]
     assert read_part(Path("int4.safetensors")).settings["method"] == "gptq"
-    assert not cli("quantize", "--method", "nearest", "--out", "n.safetensors")[0]
+    assert not cli("quantize", "--int4", "nearest", "--out", "n.safetensors")[0]
     assert read_part(Path("n.safetensors")).settings["texts"]["count"] == 0
 
 
 def test_a_profile_with_int4_sub_layers_gets_the_weights(cli):
     draft = "{kind: layer-skip, skip: {mlp: [3]}, int4: {attention: [1], mlp: [1, 2]}}"
     Path("p.yaml").write_text(f"version: 2\nmodel: {{layers: 16, name: builtin}}\ndraft: {draft}\n")
-    assert not cli("quantize", "--profile", "p.yaml", "--method", "nearest", "--out", "w.safetensors")[0]
+    assert not cli("quantize", "--profile", "p.yaml", "--int4", "nearest", "--out", "w.safetensors")[0]
     profile = read_profile(Path("w.yaml"))
     assert (profile.draft.int4_weights, profile.skip_set.mlp) == ("int4", (3,))
     assert profile.path == read_profile(Path("p.yaml")).path
@@ -81,7 +81,7 @@ def test_an_interrupted_call_is_resumed(cli, monkeypatch):
     ("args", "told"),
     [
         (["--out", "w.bin"], "error: --out w.bin: expected a file whose name ends in .safetensors"),
-        (["--method", "awq"], "error: method 'awq' is not known; known: auto, nearest, weighted, gptq"),
+        (["--int4", "awq"], "error: method 'awq' is not known; known: auto, nearest, weighted, gptq"),
         (["--group", "48"], "error: group 48: expected 64 or 32"),
         (["--out", "no/w.safetensors"], "the folder no does not exist"),
         (["--profile", "stdlib-llama-3.7m", *FEW], "error: the profile's draft path has no sub-layer in int4"),
@@ -97,7 +97,7 @@ def test_bad_input_is_one_line(cli, args, told):
 
 
 def test_a_wrong_file_is_one_line(cli):
-    assert not cli("quantize", "--method", "nearest", "--out", "w.safetensors")[0]
+    assert not cli("quantize", "--int4", "nearest", "--out", "w.safetensors")[0]
     Path("w.safetensors").write_bytes(b"something else")
     code, _, err = cli("generate", "--profile", "w.yaml", "hello")
     assert code == 2

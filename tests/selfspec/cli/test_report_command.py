@@ -156,8 +156,8 @@ def test_it_is_readable_in_the_dark(opened):
         assert tab.evaluate(brightness.replace("[P]", "['backgroundColor']"), ".plot") == 3 * 255, "plots stay on white"
 
 
-def test_nothing_given_is_the_built_in_models_profile(cli):
-    code, err, page = cli("--no-sample")
+def test_a_profile_alone(cli):
+    code, err, page = cli("--profile", "stdlib-llama-3.7m", "--no-sample")
     assert (code, err) == (0, "saved report.html\n")
     assert "skipped: 9 of 16 attentions and 10 of 16 MLPs" not in page
     assert "9 of 16 attentions and 10 of 16 MLPs" in page
@@ -217,7 +217,7 @@ WRONG = {
         "--no-sample writes the page without",
     ),
     "another model": (["--profile", "small.yaml", "--model", "builtin"], "layers 4 in the profile, 16 in the model; "),
-    "a model alone": (["--model", "my/model"], "--model my/model: given alone; expected --profile or --study"),
+    "a model alone": (["--model", "my/model"], "nothing to report on; expected --profile, --study or --bench"),
     "storage alone": (["--storage", "trials.jsonl"], "--storage trials.jsonl: given without --study"),
     "no study": (["--study", "no.jsonl"], "no.jsonl: no such file; expected a file of trials"),
     "no trials": (["--study", "empty.jsonl"], "study: not named; the storage holds no study"),
@@ -230,9 +230,9 @@ WRONG = {
     "over the bench": (["--bench", "b.json", "--out", "b.json"], "--out b.json would write over a file to be shown"),
     "over the prompts": (["--prompts", "prompts.jsonl", "--out", "prompts.jsonl"], "would write over the data file"),
     "no folder": (["--out", "no/report.html"], "the folder no does not exist"),
-    "no prompts": (["--prompts", "no.jsonl"], "no.jsonl: no such file"),
+    "no prompts": (["--profile", "stdlib-llama-3.7m", "--prompts", "no.jsonl"], "no.jsonl: no such file"),
     "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens"),
-    "too many tokens": (["--max-new-tokens", "5000"], "outgrow the model's context"),
+    "too many tokens": (["--profile", "stdlib-llama-3.7m", "--max-new-tokens", "5000"], "outgrow the model's context"),
     "dtype": (["--dtype", "float3"], "float3"),
 }
 

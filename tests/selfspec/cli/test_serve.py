@@ -24,7 +24,7 @@ def start(tmp_path):
     started = []
 
     def run(*args, **environment):
-        command = [sys.executable, "-m", "selfspec", "serve", "--port", "0", "--threads", "1", *args]
+        command = [sys.executable, "-m", "selfspec", "serve", "-m", "builtin", "--port", "0", "--threads", "1", *args]
         log = (tmp_path / "log").open("w+")
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=log, text=True, env={**os.environ, **environment}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import command
 import pytest
+from builtin_model import on_builtin
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -95,7 +96,8 @@ def test_fine_tuning_says_that_it_gives_another_model(cli, prompts):
 
 
 def run_in_a_process(warm, event, folder, prompts):
-    arguments = [warm.python, str(Path(command.__file__)), event, "train", "eagle", "--prompts", str(prompts), *FEW]
+    arguments = [warm.python, str(Path(command.__file__)), event]
+    arguments += on_builtin(["train", "eagle", "--prompts", prompts, *FEW])
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -122,7 +124,7 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nonsense"], "kind 'nonsense' of parts is not known; known: eagle, medusa, hydra, mlp, mtp, chimera"),
+        (["nonsense"], "method 'nonsense' cannot be trained; expected eagle, medusa, hydra, mlp, mtp, chimera"),
         (["eagle", "--minutes", "0"], "minutes 0.0: expected more than 0"),
         (["eagle", "--minutes", "nan"], "minutes nan: expected more than 0"),
         (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),

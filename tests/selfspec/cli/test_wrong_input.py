@@ -13,6 +13,7 @@ import pytest
 import typer.main
 import yaml
 from amount import examples
+from builtin_model import on_builtin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def cli(monkeypatch, tmp_path):
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(RIGHT))
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["selfspec", *args])
+        monkeypatch.setattr(sys, "argv", ["selfspec", *on_builtin(args)])
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -107,7 +108,7 @@ SHARED = {
     "--dtype": unknown("auto", "float32", "float64", "bfloat16", "float16"),
     "--threads": too_small | no_numbers,
     "--device-map": unknown("auto", "balanced", "balanced_low_0", "sequential"),
-    "--max-memory": words,  # without --device-map, as the next
+    "--device-memory": words,  # without --device-map, as the next
     "--offload-folder": words,
     "--controller": controllers,
     "--model": st.sampled_from(["", "/no/such/folder", "a b", "~", "..", "x/y/z", "\n", "-"]),
@@ -144,7 +145,7 @@ COMMANDS = {
         "--num-prompts": too_small | no_numbers,
         "--out": st.sampled_from(["missing/p.yaml", ".", "/proc/none/p.yaml", "x" * 300]),
         "--context": too_small | no_numbers,
-        "--keep": no_numbers.filter(lambda w: w.replace(",", " ").strip() != ""),
+        "--keep-layers": no_numbers.filter(lambda w: w.replace(",", " ").strip() != ""),
         "--granularity": unknown("sublayer", "layer"),
         "--max-draft-cost": negative | st.just("0") | no_numbers,
     },
@@ -191,6 +192,7 @@ SETS = '{"a": {"attention": [1, 7], "mlp": [3]}, "b": {"attention": [], "mlp": [
 RIGHT_BESIDE = {
     "generate": ["x"],
     "plot": ["p.yaml", "--out=p.svg"],
+    "report": ["--profile=stdlib-llama-3.7m"],
     "profile import": ["sets.json", "--model=org/model", "--layers=8", "--key=a"],
 }
 one_wrong_option = st.sampled_from(sorted(COMMANDS)).flatmap(

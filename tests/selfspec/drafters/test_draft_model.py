@@ -131,7 +131,9 @@ def saved(tmp_path_factory):
     """A draft model of the built-in model's tokens, in a folder."""
     folder = tmp_path_factory.mktemp("beside") / "tiny"
     small(4096, 1).float().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(str(selfspec.load(profile="none").model.config._name_or_path)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(
+        str(selfspec.load("builtin", profile="none").model.config._name_or_path)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -139,7 +141,7 @@ def test_a_profile_names_a_folder_beside_it(saved, llm):
     spec = ModelSpec(model="tiny", bits="int8", controller={"name": "fixed", "options": {"k": 2}}, candidates=2)
     path = saved.parent / "drafted.yaml"
     write_profile(Profile(model=llm.identity, draft=spec), path)
-    drafted = selfspec.load(profile=path)
+    drafted = selfspec.load("builtin", profile=path)
     assert drafted.profile.draft == spec
     assert drafted.profile.draft.summary == "drafts by the model tiny in int8"
     out = drafted.generate("def read(", max_new_tokens=12)

@@ -16,7 +16,8 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.builtin import model_folder
 from selfspec.drafters import PlainDrafter
 from selfspec.llm import default_profile as module
-from selfspec.llm.default_profile import DRAFTED, default_profile
+from selfspec.llm.default_profile import DRAFTED, default_profile, resolve_profile
+from selfspec.measure.model_copies import load_model_copies
 from selfspec.models.layout import weight_bytes
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.identity import Identity
@@ -87,6 +88,21 @@ def test_weights_that_cannot_be_quantised_are_left_alone():
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     layers = model.config.num_hidden_layers
     assert default_profile(model, Identity(layers=layers)).draft.kind == "lookup"
+
+
+@needs_native
+def test_commands_that_measure_draft_with_the_same(folder):
+    loaded = selfspec.load(folder, dtype="float32")
+    copies = load_model_copies(folder, ["plain", "skip"], device="cpu", dtype="float32", profile="auto")
+    assert copies.profile == loaded.profile
+    assert copies.has_default_profile
+    assert load_model_copies(folder, ["plain"], device="cpu", dtype="float32").profile is None
+
+
+def test_without_a_processor_to_quantise_for_nothing_is_drafted(monkeypatch):
+    monkeypatch.setattr(module, "default_profile", lambda *_, **__: None)
+    model = tiny(CONFIGS["llama"])
+    assert resolve_profile("auto", model, Identity(layers=4)) == (None, False)
 
 
 @pytest.mark.parametrize("share", [-0.1, float("nan"), float("inf")])

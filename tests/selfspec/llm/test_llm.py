@@ -298,7 +298,7 @@ class TestProfiles:
         monkeypatch.setattr(selfspec.profile.choosing, "shipped_profiles", lambda: others)
         expected = profile if speedup > 1 else None
         assert selfspec.wrap(llm.model, llm.tokenizer).profile == expected
-        assert selfspec.load().profile == expected
+        assert selfspec.load("builtin").profile == expected
 
     def test_another_model_has_none_and_decodes_plainly(self):
         wrapped = selfspec.wrap(tiny(CONFIGS["llama"]), None)
@@ -331,7 +331,7 @@ class TestProfiles:
 
 
 def test_dtypes(held_out):
-    wrapped = selfspec.load(profile="none", dtype="bfloat16")
+    wrapped = selfspec.load("builtin", profile="none", dtype="bfloat16")
     assert wrapped.runtime.dtype == torch.bfloat16
     out = wrapped.generate(held_out[0], max_new_tokens=8, drafter=wrapped.layer_skip(SKIP))
     assert len(out.tokens) == 8
@@ -369,9 +369,9 @@ def test_folders_that_are_no_models(tmp_path):
 
 def test_devices_and_dtypes_that_cannot_be_used():
     with pytest.raises(SelfspecError, match="device 'abacus' cannot be used"):
-        selfspec.load(device="abacus")
+        selfspec.load("builtin", device="abacus")
     with pytest.raises(SelfspecError, match="dtype 'int3' is not known"):
-        selfspec.load(dtype="int3")
+        selfspec.load("builtin", dtype="int3")
 
 
 def test_threads_that_share_a_model_get_their_own_text_or_a_clear_error(llm, drafter):

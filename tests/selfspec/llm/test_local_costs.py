@@ -108,7 +108,7 @@ def test_a_short_context_is_timed_as_far_as_it_goes(passes, context, widest):
 @pytest.mark.parametrize("routed", [False, True])
 def test_it_is_known_before_the_first_text_with_a_seed(passes, model, routed):
     """By a profile that says that drafts are next to free, where each here costs more than it can bring."""
-    llm = LLM(model, selfspec.load(profile="none").tokenizer)
+    llm = LLM(model, selfspec.load("builtin", profile="none").tokenizer)
     profile = profile_of(llm.runtime, costs=COSTS)
     llm._use(profile.with_alternatives([profile]) if routed else profile)
     guard = llm.drafter.routes[0].drafter if routed else llm.drafter

@@ -128,7 +128,7 @@ class TestAudit:
 @pytest.mark.long("audits of half precision")
 def test_half_precision_differs_by_near_ties_only(held_out):
     """bfloat16 on the built-in model: rounding explains every difference."""
-    llm = selfspec.load(profile="none", dtype="bfloat16")
+    llm = selfspec.load("builtin", profile="none", dtype="bfloat16")
     drafter = llm.layer_skip(SkipSet((9, 11, 13), (6, 11, 12)), "fixed:k=4")
     found = audit(llm, drafter, held_out[:6], max_new_tokens=48)
     print(f"{found.near_ties} near-ties in {found.tokens} tokens")

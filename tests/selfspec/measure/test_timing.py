@@ -120,9 +120,9 @@ def test_a_measurement_says_how_it_was_made(llm, held_out):
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.7, 1), (0.7, None)])
 def test_comparing_one_prompt(each_layout, held_out, temperature, seed):
     """In each layout that the drafting model may have; plain decoding and `transformers` have a model as it came."""
-    llm = selfspec.load(profile="none", drafting=True)
+    llm = selfspec.load("builtin", profile="none", drafting=True)
     assert llm.layout == each_layout
-    as_loaded = selfspec.load(profile="none", layout="rows")
+    as_loaded = selfspec.load("builtin", profile="none", layout="rows")
     options = Options(max_new_tokens=8, temperature=temperature, seed=seed)
     result = compare(llm, held_out[0], llm.layer_skip(SkipSet((3,), (5,))), options, rounds=1, as_loaded=as_loaded)
     if temperature == 0 or seed is not None:

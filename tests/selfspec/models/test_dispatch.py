@@ -113,7 +113,10 @@ def test_from_the_command_line(folder, monkeypatch, capsys, tmp_path):
     )
     command = ["generate", "--model", str(folder), "--profile", str(tmp_path / "p.yaml"), "--max-new-tokens", "6"]
     texts = []
-    for more in ([], ["--device-map", "auto", "--max-memory", "cpu=2200KB", "--offload-folder", str(tmp_path / "off")]):
+    for more in (
+        [],
+        ["--device-map=auto", "--device-memory=cpu=2200KB", "--offload-folder", str(tmp_path / "off")],
+    ):
         monkeypatch.setattr(sys, "argv", ["selfspec", *command, *more, "--dtype", "float64", "import os"])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -227,11 +230,14 @@ def test_the_options_of_a_command():
         (("cpu", "auto", None, None), "--device cpu and --device-map: expected only one of these options"),
         (
             ("auto", None, "cpu=1GiB", None),
-            "--max-memory is for models spread over devices; expected --device-map auto too",
+            "--device-memory is for models spread over devices; expected --device-map auto too",
         ),
         (("auto", None, None, Path("x")), "--offload-folder is for models spread"),
-        (("auto", "auto", "cpu=lots", None), "max memory cpu=lots: expected a GPU's number or cpu, and a size such as"),
-        (("auto", "auto", "tpu=1GiB", None), "max memory tpu=1GiB: expected"),
+        (
+            ("auto", "auto", "cpu=lots", None),
+            "device memory cpu=lots: expected a GPU's number or cpu, and a size such as",
+        ),
+        (("auto", "auto", "tpu=1GiB", None), "device memory tpu=1GiB: expected"),
         (("auto", "auto", "0=1GiB,00=2GiB", None), "00 is given twice"),
         (("auto", "auto", None, Path(__file__)), "is a file; expected a folder"),
     ],

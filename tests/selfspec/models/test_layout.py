@@ -100,7 +100,7 @@ def test_what_cannot_be_packed_is_said():
     with pytest.raises(SelfspecError, match="float32"):
         apply_layout_(tiny(CONFIGS["llama"]), "onednn", drafting=True)
     with pytest.raises(SelfspecError, match="known: auto, rows, columns, onednn, native"):
-        selfspec.load(layout="best")
+        selfspec.load("builtin", layout="best")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -64,7 +64,7 @@ def test_its_profile_gives_plain_decodings_text(llm, fitted, held_out):
     (path,) = fitted.profiles
     profile = read_profile(path)
     assert profile.draft.model == "distill"
-    drafted = selfspec.load(profile=path)
+    drafted = selfspec.load("builtin", profile=path)
     drafter = make_drafter(drafted.runtime, drafted.profile)
     accepted = 0
     for prompt in held_out[:4]:

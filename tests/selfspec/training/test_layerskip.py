@@ -132,7 +132,7 @@ def test_it_drafts_by_its_early_layers_and_its_text_is_its_own(fitted, held_out)
 @pytest.mark.long("training")
 def test_it_is_no_profile_of_the_model_it_began_as(fitted):
     with pytest.warns(UserWarning, match="made for other weights"):
-        selfspec.load(profile=fitted.profiles[0])
+        selfspec.load("builtin", profile=fitted.profiles[0])
 
 
 @pytest.mark.long("training")
