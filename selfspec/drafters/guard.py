@@ -14,9 +14,12 @@ from selfspec.speculation.guides import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import DraftCall, Work
+from selfspec.types.limits import WIDEST_DRAFT
 
 SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
 FIRST_REST = 1.6  # assumed time of the first drafted round, drafting excluded, in plain rounds
+WIDER = 1.5  # assumed time of the first round of a width, drafting excluded, in rounds of the next smaller width
+WIDTHS = (4, 8, 16, WIDEST_DRAFT)  # drafted tokens up to which the times of rounds are estimated together
 KNOWN, RECENT = 2, 5  # number of plain rounds before the first draft, and of latest plain rounds in the median
 DRAFTED, LATELY = 8, 3  # numbers of latest drafted rounds: to estimate the next cost, and to detect a change of speed
 PROBE = 128  # tokens after which a plain round is due
@@ -57,17 +60,18 @@ class _Round:
 
 @dataclass(slots=True)
 class _RoundTimes:
-    """Recent times in seconds: of plain rounds, of each kind of draft call, and of drafted rounds without drafting.
+    """Recent times: of plain rounds, of each kind of draft call, and of drafted rounds without drafting.
 
-    `sequences`: the batch size of these rounds. `parts`: seconds of one call for one sequence. `rest`: seconds of a
-    drafted round minus its drafting.
+    `sequences`: the batch size of these rounds. `plain` and `step`, their median, are in seconds; the other times in
+    steps, so that they hold where the context or the machine's speed has changed since. `parts`: one call for one
+    sequence. `rest`: a drafted round minus its drafting, by the width in `WIDTHS` that holds a sequence's draft.
     """
 
     sequences: int = 1
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     step: float = 0.0  # median of `plain`
     parts: dict[DraftCall, deque[float]] = field(default_factory=dict)
-    rest: deque[float] = field(default_factory=lambda: deque(maxlen=DRAFTED))
+    rest: dict[int, deque[float]] = field(default_factory=dict)
     lately: dict[int, deque[float]] = field(default_factory=dict)  # latest `rest`, by number of drafted tokens
     then: dict[int, float] = field(default_factory=dict)  # first median of `lately` since the last plain round
 
@@ -90,8 +94,9 @@ class _RoundTimes:
         expected = sum(calls * shares[part] for part, calls in work)
         for part, calls in work:
             share = shares[part] / expected if expected > 0 else 1 / (calls * len(work))
-            self.parts.setdefault(part, deque(maxlen=DRAFTED)).append(drafting * share)
-        self.rest.append(rest)
+            self.parts.setdefault(part, deque(maxlen=DRAFTED)).append(drafting * share / self.step)
+        width = _width(-(-drafted // self.sequences))
+        self.rest.setdefault(width, deque(maxlen=DRAFTED)).append(rest / self.step)
         if rest < self.step:
             self.plain.append(rest)
             self.step = _median(self.plain)
@@ -106,15 +111,21 @@ class _RoundTimes:
     def part(self, part: DraftCall) -> float:
         """Return the seconds of one draft call for one sequence; before the first such call, of a plain round."""
         known = self.parts.get(part)
-        return _second_highest(known) if known else self.step / self.sequences
+        return self.step * (_second_highest(known) if known else 1 / self.sequences)
 
     def draft(self, work: Work) -> float:
         """Return the seconds of a draft with this work."""
         return sum(calls * self.part(part) for part, calls in work)
 
-    def seconds_besides_drafting(self) -> float:
-        """Return the seconds of a drafted round less its drafting; an assumed value before the first drafted round."""
-        return _second_highest(self.rest) if self.rest else FIRST_REST * self.step
+    def seconds_besides_drafting(self, nodes: int = 1) -> float:
+        """Return the seconds of a round with drafts of `nodes` tokens less its drafting.
+
+        A wider round takes no less than a narrower one. Before the first round of a width, the value is assumed.
+        """
+        width = _width(nodes)
+        steps = [0.0, *(_second_highest(known) for narrower, known in self.rest.items() if narrower <= width)]
+        assumed = 0.0 if width in self.rest else max(FIRST_REST, WIDER * max(steps))
+        return self.step * max(*steps, assumed)
 
 
 class Guard:
@@ -188,9 +199,9 @@ class Guard:
         seconds = self._to_spend(timed)
         if seconds <= 0 and len(timed) == len(self._accounts):
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
-        seconds /= max(1, len(timed.intersection(seqs)))
+        share = 1 / max(1, len(timed.intersection(seqs)))
         allowed = [
-            self._by_clock(seconds, limit) if self._timed(seq) else self._by_payoff(self._accounts[seq], limit)
+            self._by_clock(seconds, limit, share) if self._timed(seq) else self._by_payoff(self._accounts[seq], limit)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
@@ -228,7 +239,7 @@ class Guard:
         return known
 
     def _to_spend(self, timed: set[SequenceState]) -> float:
-        """Return the seconds that drafting may take in this round without breaking any sequence's bound."""
+        """Return the seconds that the narrowest drafts may take in this round without breaking any sequence's bound."""
         if not timed:
             return 0.0
         round_times, accounts = self.round_times, [self._account(seq) for seq in timed]
@@ -237,14 +248,22 @@ class Guard:
         left = min(account.slack for account in accounts)
         return left + (1 + SHARE + START) * round_times.step - round_times.seconds_besides_drafting()
 
-    def _by_clock(self, seconds: float, limit: Limit) -> Limit:
-        round_times = self.round_times
+    def _by_clock(self, seconds: float, limit: Limit, share: float = 1.0) -> Limit:
+        """Return the deepest draft that takes at most a `share` of `seconds`, and of equally deep ones the widest."""
+        round_times, best = self.round_times, NOTHING
+        narrow = round_times.seconds_besides_drafting()
+        for nodes in (limit.nodes, *(width for width in reversed(WIDTHS) if width < limit.nodes)):
+            left = share * (seconds + narrow - round_times.seconds_besides_drafting(nodes))
 
-        def fits(depth: int) -> bool:
-            work = self.drafter.max_work(Limit(depth, limit.nodes)) or UNKNOWN_WORK
-            return round_times.draft(work) <= seconds
+            def fits(depth: int, nodes: int = nodes, left: float = left) -> bool:
+                return round_times.draft(self.drafter.max_work(Limit(depth, nodes)) or UNKNOWN_WORK) <= left
 
-        return Limit(_most(fits, limit.depth), limit.nodes) if seconds > 0 and fits(1) else NOTHING
+            deepest = min(limit.depth, nodes)
+            if left > 0 and fits(1) and (depth := _most(fits, deepest)) > best.depth:
+                best = Limit(depth, nodes)
+            if best.depth == deepest:
+                break
+        return best
 
     def _by_payoff(self, account: _Account, limit: Limit) -> Limit:
         payoff = self.payoff
@@ -305,6 +324,11 @@ def _sum(drafts: Sequence[Draft]) -> Work | None:
         for part, calls in draft.work or UNKNOWN_WORK:
             total[part] = total.get(part, 0) + calls
     return tuple(total.items())
+
+
+def _width(nodes: int) -> int:
+    """Return the width in `WIDTHS` of a draft of so many tokens."""
+    return next((width for width in WIDTHS if nodes <= width), WIDTHS[-1])
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

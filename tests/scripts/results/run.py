@@ -39,7 +39,8 @@ PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
 class Comparison:
     """Methods that answer the same prompts by turns, in settings (dtype, temperature) of their own.
 
-    `methods`: the method names of a dtype. `rounds`: rounds by temperature; peers take part in the first round only.
+    `methods`: the method names of a dtype. `rounds`: by temperature; peers take part in the first round only, and
+    sample only if `sampling_peers` names them.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Comparison:
     rounds: dict[float, int]
     source: str
     new: int = NEW
-    peers_sample: bool = True
+    sampling_peers: Sequence[str] = ()
     model: str = MODEL
 
 
@@ -131,8 +132,8 @@ def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
             for turn in range(rounds):
                 for at, prompt in enumerate(prompts):
                     names = [name for name in of.methods[dtype] if name in OURS or turn == 0]
-                    if temperature and not of.peers_sample:
-                        names = [name for name in names if name in OURS]
+                    if temperature:
+                        names = [name for name in names if name in (*OURS, *of.sampling_peers)]
                     shift = at % len(names)
                     for name in names[shift:] + names[:shift]:
                         key = (dtype, temperature, turn, prompt.number, name)
@@ -242,9 +243,14 @@ COMPARISONS = (
     Comparison(
         "questions",
         questions,
-        {"float32": (*OURS, *PEERS), "bfloat16": (*OURS, "transformers"), "held": ("plain", "selfspec", "no search")},
-        {0.0: 3, 0.8: 3},
+        {
+            "float32": (*OURS, *PEERS),
+            "bfloat16": ("plain", "selfspec", "no search", "transformers"),
+            "held": ("plain", "no search"),
+        },
+        {0.0: 3, 0.8: 2},
         "",
+        sampling_peers=("transformers",),
     ),
     Comparison(
         "editing",
@@ -260,7 +266,6 @@ COMPARISONS = (
         {"float32": (*SOME, "transformers", "llama.cpp, float32"), "bfloat16": (*SOME, "transformers")},
         {0.0: 1, 0.8: 1},
         "modules of Python's library",
-        peers_sample=False,
     ),
     Comparison(
         "builtin",

@@ -87,7 +87,17 @@ def decode(guard, clock, tokens, *, accepted, plain=1.0, wide=1.3, row=0.03, sam
         guard.observe(seq, Outcome(draft, tuple(range(kept)), emitted, STEP))
         lost.append(clock.now - start - usual)
     guard.end(seq)
+    drafter.seconds = base
     return clock.now - start, usual, lost
+
+
+def test_what_long_texts_took_does_not_keep_the_next_text_from_drafting():
+    """At a long context everything takes longer; and wide drafts that would not fit do not rule out narrow ones."""
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.2, 16), clock=clock)
+    decode(guard, clock, 60, accepted=lambda n: 16, row=0.15, speed=lambda n: 3.0)
+    took, usual, _ = decode(guard, clock, 60, accepted=lambda n: 16, row=0.15)
+    assert took < 0.6 * usual
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.9])
