@@ -39,8 +39,8 @@ PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
 class Comparison:
     """Methods that answer the same prompts by turns, in settings (dtype, temperature) of their own.
 
-    `methods`: the method names of a dtype. `rounds`: by temperature; peers take part in the first round only, and
-    sample only if `sampling_peers` names them.
+    `methods`: the method names of a dtype. `rounds`: rounds of selfspec's methods by temperature. Peers take turns with
+    plain decoding in one further round, before these; when sampling, only those that `sampling_peers` names.
     """
 
     name: str
@@ -129,11 +129,12 @@ def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
     for dtype in of.methods:
         started: dict[str, Worker] | None = None
         for temperature, rounds in of.rounds.items():
-            for turn in range(rounds):
+            peers = [name for name in of.methods[dtype] if name not in OURS]
+            peers = [name for name in peers if not temperature or name in of.sampling_peers]
+            ours = [name for name in of.methods[dtype] if name in OURS]
+            for turn in range(0 if peers else 1, 1 + rounds):
                 for at, prompt in enumerate(prompts):
-                    names = [name for name in of.methods[dtype] if name in OURS or turn == 0]
-                    if temperature:
-                        names = [name for name in names if name in (*OURS, *of.sampling_peers)]
+                    names = ours if turn else ["plain", *peers]
                     shift = at % len(names)
                     for name in names[shift:] + names[:shift]:
                         key = (dtype, temperature, turn, prompt.number, name)
@@ -177,7 +178,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
             for name in dict.fromkeys(run["method"] for run in some):
                 mine = [run for run in some if run["method"] == name]
                 pairs = [(run, plain[run["round"], run["prompt"]]) for run in mine]
-                tasks = dict.fromkeys(run["task"] for run in mine)
+                tasks, turns = dict.fromkeys(run["task"] for run in mine), {run["round"] for run in mine}
+                if name == "plain" and len(turns) > 1:  # of the rounds with selfspec's own methods
+                    pairs = [(run, other) for run, other in pairs if run["round"]]
+                    mine = [run for run in mine if run["round"]]
                 ratios = by_prompt(pairs, lambda run: run["seconds"])
                 later = by_prompt([pair for pair in pairs if pair[0]["tokens"] > 1], after_first)
                 found.setdefault(dtype, {}).setdefault(f"{temperature:g}", {})[name] = {
@@ -205,7 +209,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                     },
                     "same_text": None
                     if temperature
-                    else sum(run["text"] == other["text"] for run, other in pairs if run["round"] == 0),
+                    else sum(run["text"] == other["text"] for run, other in pairs if run["round"] == min(turns)),
                 }
     return found
 
