@@ -181,7 +181,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 tasks, turns = dict.fromkeys(run["task"] for run in mine), {run["round"] for run in mine}
                 if name == "plain" and len(turns) > 1:  # of the rounds with selfspec's own methods
                     pairs = [(run, other) for run, other in pairs if run["round"]]
-                    mine = [run for run in mine if run["round"]]
+                    mine, turns = [run for run in mine if run["round"]], turns - {0}
                 ratios = by_prompt(pairs, lambda run: run["seconds"])
                 later = by_prompt([pair for pair in pairs if pair[0]["tokens"] > 1], after_first)
                 found.setdefault(dtype, {}).setdefault(f"{temperature:g}", {})[name] = {
