@@ -252,7 +252,7 @@ class TestTyped:
 
         def interrupted(*given, **options):
             calls.append(1)
-            if len(calls) == 2:
+            if len(calls) == 1:
                 raise KeyboardInterrupt
             return forward(*given, **options)
 

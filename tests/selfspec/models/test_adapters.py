@@ -170,7 +170,7 @@ def test_adapters_that_add_tokens_are_refused_by_name(folder, method):
     for call in (
         lambda: check_model_name(str(path)),
         lambda: selfspec.load(str(path)),
-        lambda: selfspec.load(adapters={"one": path}),
+        lambda: selfspec.load("builtin", adapters={"one": path}),
     ):
         with pytest.raises(SelfspecError, match=said):
             call()
@@ -181,7 +181,7 @@ def test_an_adapter_beside_its_model_need_not_name_it(folder):
     """PEFT writes none for a model that was made from a configuration."""
     path, text = folder
     change(path, base_model_name_or_path=None)
-    llm = selfspec.load(adapters={"one": path})
+    llm = selfspec.load("builtin", adapters={"one": path})
     assert llm.generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
 
 
@@ -192,7 +192,7 @@ def test_a_base_by_a_path_of_another_system_is_told(folder, base):
     change(path, base_model_name_or_path=base)
     with pytest.raises(SelfspecError, match=f"is a PEFT adapter: its model {re.escape(base)}: no such folder"):
         check_model_name(str(path))
-    assert selfspec.load(adapters={"one": path}).generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
+    assert selfspec.load("builtin", adapters={"one": path}).generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
 
 
 @wants_peft
@@ -220,4 +220,4 @@ def test_an_adapter_with_tokens_of_its_own_brings_their_embeddings(tmp_path, sav
     with pytest.raises(
         SelfspecError, match="has embeddings of another size than the model's; expected it as the model"
     ):
-        selfspec.load(adapters={"one": tmp_path})
+        selfspec.load("builtin", adapters={"one": tmp_path})

@@ -76,22 +76,22 @@ class TestOrigins:
         ]
 
     def test_a_draft_that_is_the_target(self, llm64, ids, text):
-        out = llm64.generate(PROMPT, max_new_tokens=6, drafter=oracle(ids, text, k=2))
-        assert of(out) == [DRAFT, DRAFT, BONUS] * 2
-        assert [(event.round, event.place) for event in out.events] == [
-            (round_, place) for round_ in (1, 2) for place in (1, 2, None)
+        out = llm64.generate(PROMPT, max_new_tokens=7, drafter=oracle(ids, text, k=2))
+        assert of(out) == [PLAIN, *[DRAFT, DRAFT, BONUS] * 2]
+        assert [(event.round, event.place) for event in out.events[1:]] == [
+            (round_, place) for round_ in (2, 3) for place in (1, 2, None)
         ]
-        assert [event.token for event in out.events] == out.tokens == text[:6]
+        assert [event.token for event in out.events] == out.tokens == text[:7]
 
-    def test_the_first_round_of_a_stream_drafts_nothing(self, llm64, ids, text):
+    def test_the_first_round_drafts_nothing(self, llm64, ids, text):
         stream = llm64.stream(PROMPT, max_new_tokens=6, drafter=oracle(ids, text, k=2))
         assert "".join(stream) == stream.result.text
         assert of(stream.result) == [PLAIN, DRAFT, DRAFT, BONUS, DRAFT, BONUS]
 
     def test_a_draft_that_is_always_wrong(self, llm64, ids, text):
-        out = llm64.generate(PROMPT, max_new_tokens=4, drafter=always_wrong(ids, text, VOCABULARY, k=3))
-        assert of(out) == [CORRECTED] * 3 + [PLAIN]  # no room for a draft is left
-        for event in out.events[:3]:
+        out = llm64.generate(PROMPT, max_new_tokens=5, drafter=always_wrong(ids, text, VOCABULARY, k=3))
+        assert of(out) == [PLAIN] + [CORRECTED] * 3 + [PLAIN]  # no room for a draft is left
+        for event in out.events[1:4]:
             (rejected,) = event.rejected
             assert rejected.token == wrong(event.token)
             assert rejected.text == TOKENIZER.decode([rejected.token])
@@ -105,25 +105,25 @@ class TestOrigins:
                     [a, b, wrong(c), d][: seq.remaining - 1], confidence=[0.9, 0.8, 0.7, 0.6][: seq.remaining - 1]
                 )
 
-        out = llm64.generate(PROMPT, max_new_tokens=5, drafter=Third())
-        assert of(out)[:3] == [DRAFT, DRAFT, CORRECTED]
-        assert [event.confidence for event in out.events[:3]] == [0.9, 0.8, None]
-        rejected = wrong(text[2])
-        assert out.events[2].rejected == (Rejected(rejected, TOKENIZER.decode([rejected]), 0.7),)
+        out = llm64.generate(PROMPT, max_new_tokens=6, drafter=Third())
+        assert of(out)[1:4] == [DRAFT, DRAFT, CORRECTED]
+        assert [event.confidence for event in out.events[1:4]] == [0.9, 0.8, None]
+        rejected = wrong(text[3])
+        assert out.events[3].rejected == (Rejected(rejected, TOKENIZER.decode([rejected]), 0.7),)
 
     def test_a_candidate_is_followed_by_a_bonus(self, llm64, ids, text):
         """The chain's first token is right, and of its second place the second leaf."""
         drafter = Leaves(
             len(ids), text, lambda left: ([left[0], wrong(left[1])], [[wrong(left[0])], [wrong(left[1], 2), left[1]]])
         )
-        out = llm64.generate(PROMPT, max_new_tokens=6, drafter=drafter)
-        assert of(out) == [DRAFT, CANDIDATE, BONUS] * 2
-        drafted, candidate, bonus = out.events[:3]
+        out = llm64.generate(PROMPT, max_new_tokens=7, drafter=drafter)
+        assert of(out) == [PLAIN, *[DRAFT, CANDIDATE, BONUS] * 2]
+        drafted, candidate, bonus = out.events[1:4]
         assert (drafted.place, drafted.confidence, drafted.rejected) == (1, 0.5, ())
         assert (candidate.place, candidate.confidence) == (2, None)
         assert [(one.token, one.confidence) for one in candidate.rejected] == [
-            (wrong(text[1]), 0.5),
-            (wrong(text[1], 2), None),
+            (wrong(text[2]), 0.5),
+            (wrong(text[2], 2), None),
         ]
         assert (bonus.place, bonus.rejected) == (None, ())
 
@@ -133,15 +133,15 @@ class TestOrigins:
             text,
             lambda left: ([left[0], wrong(left[1]), left[2]], [[], [wrong(left[1], 2), wrong(left[1], 3)], [7]]),
         )
-        out = llm64.generate(PROMPT, max_new_tokens=4, drafter=drafter)
-        assert of(out)[:2] == [DRAFT, CORRECTED]
-        assert [one.token for one in out.events[1].rejected] == [wrong(text[1], by) for by in (1, 2, 3)]
+        out = llm64.generate(PROMPT, max_new_tokens=5, drafter=drafter)
+        assert of(out)[1:3] == [DRAFT, CORRECTED]
+        assert [one.token for one in out.events[2].rejected] == [wrong(text[2], by) for by in (1, 2, 3)]
 
     def test_an_end_inside_a_draft(self, llm64, ids, text):
         config = GenerationConfig(eos_token_id=text[2], max_new_tokens=9)
         out = llm64.generate(PROMPT, config, drafter=oracle(ids, text, k=4))
         assert out.tokens == text[:3]
-        assert of(out) == [DRAFT] * 3
+        assert of(out) == [PLAIN, DRAFT, DRAFT]
 
     def test_the_rounds_alone_tell(self):
         tree = {"proposed": (5, 6, 7), "parents": (-1, 0, 0)}
