@@ -12,6 +12,7 @@ import torch
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.engine.block_scheduler import memory_of
+from selfspec.engine.overlapped import OverlappedRounds
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
 from selfspec.speculation.drafter import Drafter, Limit
@@ -50,6 +51,7 @@ class Engine:
         self.memory = memory_of(runtime)
         self.preempted: list[SequenceState] = []  # preempted sequences, for the caller to collect
         self._checker = ModelChecker(runtime)
+        self._overlapped = OverlappedRounds(runtime, drafter)
         self._prefilling: dict[SequenceState, _Prefill] = {}
         self._running: list[SequenceState] = []
         self._undrafted: set[SequenceState] = set()  # sequences whose first round drafts nothing
@@ -94,6 +96,7 @@ class Engine:
         # A drafter that reads hidden states needs those of all prompt tokens, so no prefix may be skipped.
         if not self.memory.claim(seq, reuse=self.reuse and not self.drafter.hidden):
             return False
+        self._overlapped.discard()  # the cache may have been replaced by a larger one
         self._prefilling[seq] = _Prefill(first_plain)
         return True
 
@@ -138,7 +141,10 @@ class Engine:
         seqs = list(limits)
         if not seqs:
             return []
-        outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
+        if (outcome := self._overlapped.step(limits)) is not None:
+            outcomes = [outcome]
+        else:
+            outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
         self._undrafted.clear()
         for seq in seqs:
             self.memory.mark_cached(seq)
