@@ -81,7 +81,7 @@ class LayerSkipDrafter(ChainDrafter):
         widths = [min(widest, tokens - i) for i in range(tokens)]
         return with_head_steps(passes_of(widths), 0 if self.below is None else sum(widths))
 
-    def plan_round(self, seq: SequenceState, limit: Limit) -> RoundPlan | None:
+    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
         """Return what the next round of a sequence drafts on the device; None: it has to be drafted on the host."""
         stopping = self.controller_of(seq).stopping(LENGTHS[-1])
         alone = self.on_device and self.below is None and self.candidates == 1 and not self.proposer_chain.proposers

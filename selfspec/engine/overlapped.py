@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.device_rounds import Flight, RoundPlan, RoundPlanner
+from selfspec.runtime.device_rounds import Flight, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.limits import WIDEST_DRAFT
-
-_PLAIN = RoundPlan()
 
 
 class OverlappedRounds:
@@ -41,18 +39,18 @@ class OverlappedRounds:
         ((seq, limit),) = limits.items()
         rounds = self._runtime.device_rounds
         if flight is None or flight.seq is not seq:
-            flight = self._launch(seq, limit.depth > 0 or seq.remaining == 1, None)
+            flight = self._launch(seq, WIDEST_DRAFT if limit.depth else 0, None)
         if flight is None:
             return None
-        ahead = self._launch(seq, True, flight) if seq.remaining > 1 else None
+        ahead = self._launch(seq, WIDEST_DRAFT, flight) if seq.remaining > 1 else None
         outcome = rounds.read(flight)
         self._planner.observe(seq, outcome)
         self._flight = ahead if seq.remaining else None
         return outcome
 
-    def _launch(self, seq: SequenceState, drafts: bool, before: Flight | None) -> Flight | None:
-        """Launch a round, which the drafter plans if it `drafts`."""
+    def _launch(self, seq: SequenceState, depth: int, before: Flight | None) -> Flight | None:
+        """Launch a round that drafts at most `depth` tokens, after a round that was launched and not read."""
         assert self._planner is not None
         assert self._runtime.device_rounds is not None
-        plan = self._planner.plan_round(seq, Limit(WIDEST_DRAFT)) if drafts else _PLAIN
+        plan = self._planner.plan_round(seq, Limit(depth), ahead=before is not None)
         return None if plan is None else self._runtime.device_rounds.launch(seq, plan, before)

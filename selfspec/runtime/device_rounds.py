@@ -37,7 +37,7 @@ from selfspec.types.draft_work import passes_of
 from selfspec.types.stopping import StoppingRule
 
 ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 1 runs rounds on the device
-LENGTHS = (2, 4, 6, 8, 12)  # draft lengths of captured rounds, besides 0: plain decode steps
+LENGTHS = (1, 2, 4, 6, 8, 12)  # draft lengths of captured rounds, besides 0: plain decode steps
 _ENDS = 16  # most end-of-sequence tokens
 _NOISE = 64  # positions whose noise is on the device: more than two rounds can read
 _log = logging.getLogger("selfspec")
@@ -60,11 +60,11 @@ class RoundPlan(NamedTuple):
 class RoundPlanner(Drafter, Protocol):
     """A drafter that can say what a round drafts before the last round was read."""
 
-    def plan_round(self, seq: SequenceState, limit: Limit) -> RoundPlan | None:
+    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
         """Return what the next round of `seq` drafts, at most `limit.depth` tokens; None: it has to run on the host.
 
-        Called in the order of the rounds. Rounds that were planned and not observed when `propose` or `end` is called
-        have been discarded.
+        `ahead`: whether the round planned last runs and is not observed yet. Otherwise it was observed or discarded, as
+        it was if `propose` or `end` is called.
         """
 
 
@@ -130,6 +130,7 @@ class DeviceRounds:
 
         `before`: the round of `seq` that was launched and not read; None: all rounds were read.
         """
+        plan = plan if plan.length else RoundPlan()  # plain decode steps do not depend on the drafter
         path, sampler, curve = plan.path or self._full, seq.sampler, plan.stopping.curve
         assert isinstance(path, LeanPath)
         known = len(seq.tokens) - 1  # the slot of the root, if the round before was read

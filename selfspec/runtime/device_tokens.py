@@ -40,17 +40,19 @@ def choose(scores: Tensor, noise: Tensor | None) -> Chosen:
 
 def confidences(chosen: Chosen, confidence: Confidence) -> Tensor:
     """Return the confidence `[n]` in each chosen token, in float64, as `Confidence.estimate` computes it."""
-    x = torch.full_like(chosen.tokens, confidence.bias, dtype=torch.float64)
+    x: float | Tensor = confidence.bias
     if confidence.probability:
         p = chosen.merits.softmax(-1) if chosen.p is None else chosen.p
         of_tokens = p.gather(-1, chosen.tokens.unsqueeze(-1)).squeeze(-1).double()
         if confidence.plain:
             return of_tokens
         bounded = of_tokens.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
-        x += confidence.probability * (bounded / (1 - bounded)).log()
+        x = x + confidence.probability * (bounded / (1 - bounded)).log()
     if confidence.gap:
         gap = gaps(chosen.merits if chosen.p is None else chosen.merits.log())
-        x += confidence.gap * gap.double().clamp(min=MIN_GAP).log()
+        x = x + confidence.gap * gap.double().clamp(min=MIN_GAP).log()
+    if not isinstance(x, Tensor):
+        return torch.full_like(chosen.tokens, confidence.estimate(0.0, 0.0), dtype=torch.float64)
     return 1 / (1 + (-x).exp())
 
 

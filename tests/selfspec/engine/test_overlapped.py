@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from transformers import LogitsProcessor, MistralConfig
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.engine.loop import decode
 from selfspec.models.low_precision import fake
@@ -35,7 +36,7 @@ PATH = DraftPath(SkipSet((), (1,)), int8=SkipSet((0, 1, 2), (0, 2)), head="int8"
 WORDS = DraftPath(SkipSet((), (1,)), (1, 2, 4, 5, 8, 9))
 GAP = Confidence(bias=3.5, probability=0.4, gap=0.8)
 CONTROLLERS = {
-    **{f"{k} tokens": FixedK(k) for k in (1, *LENGTHS, 7)},
+    **{f"{k} tokens": FixedK(k) for k in (*LENGTHS, 3, 7)},
     "static": StaticThreshold(0.6, 9),
     "adaptive": AdaptiveThreshold(0.4, target=0.5, step=0.9),
     "rate": RateOptimal(memory=0.8, strength=2.0),
@@ -74,7 +75,7 @@ class Lagging(LayerSkipDrafter):
     proposing = False
 
     def _plan(self, seq):
-        self.plan = self.plan_round(seq, Limit(64))
+        self.plan = self.plan_round(seq, Limit(64), ahead=False)
         self.as_planned = copy.deepcopy(self.controller_of(seq))
 
     def controller_of(self, seq):
@@ -226,6 +227,21 @@ def test_the_first_round_of_a_streaming_user_is_plain(model):
     _, rounds = run(runtime, LayerSkipDrafter(runtime, PATH, FixedK(4)), PROMPT, 20, first_plain=True)
     assert [len(one.draft) for one in rounds[:2]] == [0, 4]
     assert runtime._recorder.replayed == len(rounds)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_under_a_guard(model, sampler):
+    """It drafts on the device, and plainly where it may not draft; nothing is left of a text that ended."""
+    runtime = device(model)
+    guard = Guard(LayerSkipDrafter(runtime, PATH, FixedK(4)), clock=itertools.count().__next__)
+    for prompt in (PROMPT, [7]):
+        text, rounds = run(runtime, guard, prompt, 30, sampler=sampler(), first_plain=True)
+        assert text == run(host(model), PlainDrafter(), prompt, 30, sampler=sampler())[0]
+        assert len(rounds[0].draft) == 0
+    lengths = {key.length for made in runtime.device_rounds._made.values() for key in made}
+    assert {0, 4} <= lengths <= {0, 1, 2, 4}
+    assert not guard._planned
+    assert not runtime._graphs._made
 
 
 def test_sequences_that_come_and_go(model):
