@@ -21,7 +21,7 @@ os.environ |= {"TRITON_INTERPRET": "1", "SELFSPEC_TRITON": "1", "SELFSPEC_NATIVE
 import torch
 import torch.nn.functional as F
 from families import FAMILY_CONFIGS
-from models import CONFIGS, SIZES, tiny, tokens_for
+from models import CONFIGS, SIZES, run, tiny, tokens_for
 from natives import random_tree
 from tape import Rerun, Unreplayed
 from torch import Tensor
@@ -31,7 +31,8 @@ from transformers import MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from triton.runtime.interpreter import GridExecutor
 
-from selfspec.controllers import AdaptiveThreshold
+from selfspec.controllers import AdaptiveThreshold, FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.models.kernels import triton, triton_float8
 from selfspec.models.layout import join_all_
 from selfspec.models.low_precision import fake, quantize
@@ -277,6 +278,24 @@ def draft_paths() -> None:
             near(*both, 1e-4)
 
 
+def rounds() -> None:
+    """Texts of rounds on the device, whose passes read the number of keys there, and of plain decoding."""
+    model = tiny(CONFIGS["llama"], dtype=torch.float32)
+    os.environ["SELFSPEC_DEVICE_ROUND"] = "0"
+    host = LeanRuntime(model)
+    os.environ["SELFSPEC_DEVICE_ROUND"] = "1"
+    recorder = Rerun()
+    device = LeanRuntime(model, recorder=recorder)
+    for temperature in (0.0, 0.7):
+        drafter = LayerSkipDrafter(device, DraftPath.from_modes(["full", "skip"] * 4), FixedK(2))
+        ours, theirs = (
+            run(one, by, [1, 2, 3], 9, sampler=Sampler(temperature=temperature, seed=1 if temperature else None))[0]
+            for one, by in ((device, drafter), (host, PlainDrafter()))
+        )
+        assert ours == theirs, (ours, theirs)
+    assert recorder.recorded == 2, recorder.recorded
+
+
 class Nodes(TorchDispatchMode):
     """Counts what would be nodes of a graph: kernels, and torch's operations that are neither views nor allocations."""
 
@@ -365,7 +384,7 @@ OTHER_NODES = {False: (40, 10), True: (45, 16)}  # greedily, and with tied noise
 
 
 CASES = (
-    nodes, nodes_of_a_round,
+    nodes, nodes_of_a_round, rounds,
     products, rows_among_others, many_rows, norms, rope, attention, passes_in_float32, passes_in_bfloat16, draft_paths,
 )  # fmt: skip
 

@@ -42,6 +42,7 @@ def test_a_row_has_the_bits_that_it_has_alone():
     [
         "nodes",
         "nodes_of_a_round",
+        "rounds",
         "products",
         "many_rows",
         "norms",
