@@ -101,7 +101,8 @@ class LayerSkipDrafter(ChainDrafter):
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Report the accepted tokens to the controller, and the committed tokens to a draft head below the path."""
         super().observe(seq, outcome)
-        self._lengths[seq].observe(len(outcome.draft), sum(calls for _, calls in outcome.draft.work))
+        if (lengths := self._lengths.get(seq)) is not None:
+            lengths.observe(len(outcome.draft), sum(calls for _, calls in outcome.draft.work))
         if self.below is not None:
             self.below.texts.observe(seq, outcome)
 

@@ -92,6 +92,14 @@ class _Result(NamedTuple):
     p: Tensor | None
 
 
+class _Captured(NamedTuple):
+    """A captured round: its result, the function that replays it, and the workspaces that it computes in."""
+
+    result: _Result
+    replay: Replay
+    scratches: tuple[Scratch, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A round that was launched and not read; `logits` and `p` are as in `_Result`."""
@@ -121,7 +129,7 @@ class DeviceRounds:
         self._sent_rule: StoppingRule | None = None
         self._noise: Tensor | None = None
         self._sent_noise: tuple[Sampler, range] | None = None  # the positions whose noise was sent
-        self._made: WeakKeyDictionary[LeanPath, dict[_Key, tuple[_Result, Replay]]] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[LeanPath, dict[_Key, _Captured]] = WeakKeyDictionary()
         self._refused: set[Hashable] = set()  # settings of samplers with which no round can be captured
 
     @torch.inference_mode()
@@ -155,8 +163,8 @@ class DeviceRounds:
             if captured is None:
                 return None
             made[key] = captured
-        result, replay = captured
-        replay()
+        result = captured.result
+        captured.replay()
         self._state[:2].copy_(result.state)
         # The next replay overwrites the results, so that they are copied before it.
         p = None if result.p is None else result.p.clone()
@@ -217,10 +225,10 @@ class DeviceRounds:
             self._noise[position % _NOISE].copy_(to_device(sampler.noise_of(position, like), self._device))
         self._sent_noise = sampler, range(sent.start, max(sent.stop, end))
 
-    def _captured(self, path: LeanPath, key: _Key, sampler: Sampler) -> tuple[_Result, Replay] | None:
+    def _captured(self, path: LeanPath, key: _Key, sampler: Sampler) -> _Captured | None:
         """Capture a round. Return None and warn if that fails."""
         sizes, length = self._graphs.passes.skeleton.sizes, key.length
-        narrow, wide = (Scratch(sizes, 1, n, self._device) for n in (1, 1 + length))
+        narrow, wide = scratches = tuple(Scratch(sizes, 1, n, self._device) for n in (1, 1 + length))
         steps, rule = self._steps[: 1 + length], self._rules[key.knots]
 
         def body() -> _Result:
@@ -255,7 +263,7 @@ class DeviceRounds:
             return _Result(torch.cat([after, start + accepted + 1]), numbers, logits, target.p)
 
         try:
-            return self._graphs.capture(body)
+            return _Captured(*self._graphs.capture(body), scratches)
         except RuntimeError as error:
             if not self._refused:
                 _log.warning("CUDA graph capture of rounds failed; rounds run on the host (%s)", reason(error))

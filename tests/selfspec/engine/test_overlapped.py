@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -22,6 +24,7 @@ from selfspec.engine.loop import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.device_rounds import LENGTHS
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -306,6 +309,27 @@ def test_a_refused_capture_runs_rounds_on_the_host_and_says_so_once(model, monke
     assert [record.getMessage() for record in caplog.records][:1] == [
         "CUDA graph capture of rounds failed; rounds run on the host (operation not permitted when stream is capturing)"
     ]
+
+
+def test_a_capture_keeps_what_it_computes_in(model, monkeypatch):
+    """A graph knows addresses alone: what it reads and writes has to stay allocated."""
+    made = []
+
+    def kept(*args):
+        scratch = Scratch(*args)
+        made.append(weakref.ref(scratch))
+        return scratch
+
+    monkeypatch.setattr("selfspec.runtime.device_rounds.Scratch", kept)
+    runtime = device(model)
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(4))
+    run(runtime, drafter, PROMPT, 20)
+    gc.collect()
+    assert len(made) == 2
+    assert all(scratch() is not None for scratch in made)
+    del drafter  # and with it the path
+    gc.collect()
+    assert not any(scratch() is not None for scratch in made)
 
 
 def test_off_by_default(model, monkeypatch):
