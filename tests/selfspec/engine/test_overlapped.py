@@ -391,3 +391,18 @@ def test_the_next_round_is_launched_before_the_last_is_read(model, monkeypatch):
     run(runtime, LayerSkipDrafter(runtime, PATH, FixedK(4)), PROMPT, 12)
     assert log[:5] == ["launch", "launch", "read", "launch", "read"]
     assert log.count("launch") - log.count("read") in (0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("name", ["4 tokens", "adaptive", "rate"])
+def test_cuda_graphs_of_rounds_give_the_same_texts(name, sampler, caplog):
+    model = small(VOCABULARY, seed=2).cuda()
+    with caplog.at_level(logging.WARNING, "selfspec"):
+        runtime = LeanRuntime(model, kernel=fake)
+        drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS[name]), confidence=GAP)
+        texts = [run(runtime, drafter, PROMPT, room, sampler=sampler())[0] for room in (40, 7, 40)]
+    assert not caplog.records
+    assert runtime.device_rounds._made
+    on_cpu = host(small(VOCABULARY, seed=2))
+    assert texts == [run(on_cpu, PlainDrafter(), PROMPT, room, sampler=sampler())[0] for room in (40, 7, 40)]
