@@ -179,6 +179,7 @@ class Guard:
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Open an account for the sequence."""
+        self._planned.clear()  # discarded, and the sequence's first round is not planned
         self._accounts[seq] = _Account()
         self.drafter.begin(seq, prefill)
 

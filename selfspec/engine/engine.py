@@ -169,7 +169,7 @@ class Engine:
         if self.prefilled:
             outcomes = one_round(self._prefilled, self.drafter, seqs, list(limits.values()))
             self._prefilled.outputs.clear()
-        elif (outcome := self._overlapped.step(limits)) is not None:
+        elif (outcome := self._overlapped.step(limits, ahead=not self._prefilling)) is not None:
             outcomes = [outcome]
         else:
             outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))

@@ -28,10 +28,11 @@ class OverlappedRounds:
         """Discard the round that was launched and not read."""
         self._flight = None
 
-    def step(self, limits: Mapping[SequenceState, Limit]) -> Outcome | None:
+    def step(self, limits: Mapping[SequenceState, Limit], *, ahead: bool) -> Outcome | None:
         """Run one round of the only sequence in `limits`; None: the round has to run on the host.
 
-        The next round is launched before this one is read, unless this one surely ends the sequence.
+        The next round is launched before this one is read, unless this one surely ends the sequence. `ahead` False: it
+        is not, since a prompt's pass may come between; the time of that pass would count as the round's.
         """
         flight, self._flight = self._flight, None
         if len(limits) != 1 or self._planner is None or self._runtime.device_rounds is None:
@@ -42,10 +43,10 @@ class OverlappedRounds:
             flight = self._launch(seq, WIDEST_DRAFT if limit.depth else 0, None)
         if flight is None:
             return None
-        ahead = self._launch(seq, WIDEST_DRAFT, flight) if seq.remaining > 1 else None
+        following = self._launch(seq, WIDEST_DRAFT, flight) if ahead and seq.remaining > 1 else None
         outcome = rounds.read(flight)
         self._planner.observe(seq, outcome)
-        self._flight = ahead if seq.remaining else None
+        self._flight = following if seq.remaining else None
         return outcome
 
     def _launch(self, seq: SequenceState, depth: int, before: Flight | None) -> Flight | None:

@@ -64,7 +64,7 @@ class RoundPlanner(Drafter, Protocol):
         """Return what the next round of `seq` drafts, at most `limit.depth` tokens; None: it has to run on the host.
 
         `ahead`: whether the round planned last runs and is not observed yet. Otherwise it was observed or discarded, as
-        it was if `propose` or `end` is called.
+        it was if `begin`, `propose` or `end` is called.
         """
 
 

@@ -135,6 +135,17 @@ def test_on_a_device_a_draft_that_is_never_right_costs_little(seconds, tokens, s
     assert alone > 1.3 * usual
 
 
+def test_a_planned_round_that_another_sequence_discards_is_not_timed():
+    clock = Clock()
+    guard, (one, other) = Guard(Chain(clock, 0.3), clock=clock), (SequenceState([0], 9, Sampler()) for _ in range(2))
+    guard.begin(one, STEP)
+    guard.plan_round(one, Limit(64), ahead=False)
+    guard.begin(other, STEP)
+    clock.now += 5
+    guard.observe(other, Outcome(NO_DRAFT, (), other.emit([0]), STEP))  # its first token, without a round
+    assert not any(times.plain for times in guard._round_times.values())
+
+
 def test_on_a_device_a_draft_that_is_right_is_made():
     clock = Clock()
     took, usual, lengths = decode_ahead(Guard(Chain(clock, 0.3, 4), clock=clock), clock, 200, accepted=4)

@@ -33,17 +33,19 @@ cases = [("plain", ""), *((name, key) for name in ("int8", "int4") for key in co
 
 
 def decoded(where: str, name: str, controller: str, temperature: float) -> tuple[list[int], float, int]:
-    """Return the text, the seconds and the number of rounds of one text."""
+    """Return the text, and the seconds and the number of its rounds after the first, whose token the prefill brings."""
     runtime = runtimes[where]
     drafter = PlainDrafter()
     if name != "plain":
         drafter = LayerSkipDrafter(runtime, paths(runtime.layers)[name], controllers[controller].start())
     sampler = Sampler(temperature=temperature, seed=1 if temperature else None)
     seq = SequenceState(list(prompt), tokens, sampler, frozenset())
+    rounds = decode(runtime, drafter, seq)
+    next(rounds)
     synchronise(part.device)
     begun = time.perf_counter()
-    rounds = len(list(decode(runtime, drafter, seq)))
-    return seq.tokens[len(prompt) :], time.perf_counter() - begun, rounds
+    later = len(list(rounds))
+    return seq.tokens[len(prompt) :], time.perf_counter() - begun, later
 
 
 compiled = [llm.runtime.compile(path) for name, path in paths(llm.runtime.layers).items() if name != "skip"]  # kept
@@ -58,8 +60,8 @@ for temperature in (0.0, 0.8):
                 decoded(where, name, controller, temperature)
                 texts[where], seconds, rounds = decoded(where, name, controller, temperature)
                 part.line(
-                    "rounds", **about, on=where, ms=1e3 * seconds / rounds, tokens_a_round=tokens / rounds,
-                    tokens_per_second=tokens / seconds, as_on_host=texts[where] == texts["host"],
+                    "rounds", **about, on=where, ms=1e3 * seconds / rounds, tokens_a_round=(tokens - 1) / rounds,
+                    tokens_per_second=(tokens - 1) / seconds, as_on_host=texts[where] == texts["host"],
                 )  # fmt: skip
 made = runtimes["device"].device_rounds._made
 part.line(
