@@ -46,7 +46,9 @@ _log = logging.getLogger("selfspec")
 class RoundPlan(NamedTuple):
     """What a round drafts: `length` tokens (0 or one of `LENGTHS`) along `path`, of which `stopping` lets some count.
 
-    `source`: the name of the tokens' source.
+    `source`: the name of the tokens' source. The length is fixed, so tokens beyond the one at which `stopping` ends
+    the draft are verified too. They are never accepted, even where the target chooses the same: drafts, and what the
+    controller learns from them, are then those of rounds on the host, which would not have drafted these tokens.
     """
 
     length: int = 0
