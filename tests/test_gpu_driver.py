@@ -198,3 +198,13 @@ def test_what_a_pass_reads_is_every_weight_but_the_embedding_and_the_cache():
     assert took == pytest.approx(read / 1e12)
     nodes = 2 * 9 + 5
     assert predict.pass_seconds(shape, 1, 2047, ("int4", "int8"), 1e30, 1e-6) == pytest.approx(nodes * 1e-6)
+
+
+def test_a_round_is_its_passes_and_what_it_decides():
+    """Every weight is read once a pass; the draft's weights once for each drafted token."""
+    found = {length: (nodes, took) for length, nodes, took in predict.rounds(predict.LLAMA_8B, 2048, 3e12, 1.5e-6)}
+    one = 32 * 9 + 5
+    assert found[0][0] == one + predict.PLAIN_NODES
+    assert found[8][0] == 9 * one + predict.ROUND_NODES + 8 * predict.STEP_NODES
+    draft = predict.pass_seconds(predict.LLAMA_8B, 1, 2048, ("int4", "int8"), 3e12, 1.5e-6)
+    assert found[8][1] - found[6][1] == pytest.approx(2 * draft, rel=0.01)

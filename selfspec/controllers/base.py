@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.stopping import StoppingRule
 
 
 @dataclass
@@ -34,6 +36,10 @@ class Controller(ABC):
     @abstractmethod
     def min_confidence(self, drafted: int) -> float:
         """Return the lowest confidence in the `drafted`-th token at which drafting may go on; infinity: it may not."""
+
+    def stopping(self, most: int) -> StoppingRule | None:
+        """Return what `go_on` decides now about drafts of up to `most` tokens; None (the default): not such a rule."""
+        return None
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
         """Return two probabilities: that the next token is accepted, and that a later token is.
@@ -88,6 +94,10 @@ class Controller(ABC):
     def known(cls) -> list[str]:
         """Return the names of the controller's options."""
         return [f.name for f in dataclasses.fields(cls) if f.init and f.metadata.get("option", True)]
+
+    def _least(self, threshold: float, k_max: int, most: int) -> tuple[float, ...]:
+        """Return the least confidence at which drafting goes on after each token: `threshold`, then infinity."""
+        return tuple(threshold if n < k_max else math.inf for n in range(1, most + 1))
 
     def _count(self, option: str) -> None:
         value = getattr(self, option)

@@ -14,6 +14,7 @@ from typing import ClassVar, Self
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.acceptance import PayoffModel, interpolate
 from selfspec.types.limits import MOST_ROWS
+from selfspec.types.stopping import ChanceCurve, StoppingRule
 
 from .base import Controller
 
@@ -107,10 +108,17 @@ class RateOptimal(Controller):
 
     def _next_accepted(self, confidences: Sequence[float]) -> float:
         """Return the chance that all drafted tokens, which have these confidences, and the next token are accepted."""
-        chance = interpolate(self._following.values, self._curve.place(confidences[-1]))
+        chance = 1.0
         for confidence in confidences:
             chance *= interpolate(self._accepted.values, self._curve.place(confidence))
-        return chance
+        return chance * interpolate(self._following.values, self._curve.place(confidences[-1]))
+
+    def stopping(self, most: int) -> StoppingRule:
+        """Return the floor, the prices at the current rate, and the corrected curve."""
+        prices = [self.rate * price for price in self._prices[1 : most + 1]]
+        curve = ChanceCurve(tuple(self._curve.confidence), tuple(self._accepted.values), tuple(self._following.values))
+        padded = (*prices, *[math.inf] * (most - len(prices)))
+        return StoppingRule(self._least(self.floor, self.k_max, most), padded, curve)
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
         """Return the two probabilities by the corrected acceptance curve; the first token of a draft has `first`."""

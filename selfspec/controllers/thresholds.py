@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.types.stopping import StoppingRule
 
 from .base import Controller
 
@@ -26,6 +27,10 @@ class FixedK(Controller):
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether fewer than `k` tokens are drafted."""
         return len(confidences) < self.k
+
+    def stopping(self, most: int) -> StoppingRule:
+        """Return the least confidences."""
+        return StoppingRule(self._least(0.0, self.k, most))
 
     def min_confidence(self, drafted: int) -> float:
         """Return 0, as any confidence suffices, or infinity once `k` tokens are drafted."""
@@ -47,6 +52,10 @@ class StaticThreshold(Controller):
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether the last confidence reaches the threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
+
+    def stopping(self, most: int) -> StoppingRule:
+        """Return the least confidences."""
+        return StoppingRule(self._least(self.threshold, self.k_max, most))
 
     def min_confidence(self, drafted: int) -> float:
         """Return the threshold, or infinity once `k_max` tokens are drafted."""
@@ -92,6 +101,10 @@ class AdaptiveThreshold(Controller):
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether the last confidence reaches the current threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
+
+    def stopping(self, most: int) -> StoppingRule:
+        """Return the least confidences."""
+        return StoppingRule(self._least(self.threshold, self.k_max, most))
 
     def min_confidence(self, drafted: int) -> float:
         """Return the floor of the threshold, or infinity once `k_max` tokens are drafted."""

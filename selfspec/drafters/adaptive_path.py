@@ -37,6 +37,8 @@ class AdaptivePathDrafter(LayerSkipDrafter):
     does, and `UnsupportedModelError` for a model that takes no attention mask per token.
     """
 
+    on_device = False
+
     def __init__(
         self,
         runtime: Runtime,

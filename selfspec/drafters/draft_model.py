@@ -36,6 +36,7 @@ class ModelDrafter(LayerSkipDrafter):
     """
 
     source = DRAFT_MODEL
+    on_device = False
 
     def __init__(
         self,

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.basics.clock import clock
+from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.guides import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
-from selfspec.types.draft_work import DraftCall, Work
+from selfspec.types.draft_work import NO_WORK, DraftCall, Work, steps_of
 from selfspec.types.limits import WIDEST_DRAFT
 
 SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
@@ -148,6 +149,9 @@ class Guard:
     For a seeded sequence nothing depends on `clock`: `payoff` gives the cost of a round, and without a `payoff` its
     drafts are not limited. `measure_payoff` measures a payoff model on this machine (None: not possible); `calibrate`
     calls `measure_payoff` once, before the first seeded sequence. All else is delegated to the drafter.
+
+    A round on the device is planned before the last one was read, which is then taken to lose all that it can. It takes
+    the time between two reads; of that, what exceeds a plain round counts as drafting.
     """
 
     def __init__(
@@ -166,6 +170,8 @@ class Guard:
         self._round_times: dict[int, _RoundTimes] = {}  # by batch size
         self._accounts: dict[SequenceState, _Account] = {}
         self._round: _Round | None = None
+        self._planned: deque[_Round] = deque()  # rounds on the device that were planned and not observed
+        self._last_read = 0.0  # the clock's reading when the last of them was observed
 
     @property
     def hidden(self) -> Sequence[int]:
@@ -184,6 +190,7 @@ class Guard:
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Open an account for the sequence."""
+        self._planned.clear()  # discarded, and the sequence's first round is not planned
         self._accounts[seq] = _Account()
         self.drafter.begin(seq, prefill)
 
@@ -193,6 +200,7 @@ class Guard:
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return the drafter's drafts, limited to the size that the bound allows; a draft may be empty."""
+        self._planned.clear()  # a round on the host: those that were planned have been discarded
         timed = {seq for seq in self._accounts if self._timed(seq)}
         guided = any(len(guide_draft(seq, Limit(1))) for seq in self._accounts)
         self._round = _Round(self._clock(), self.round_times, timed, guided=guided) if timed else None
@@ -215,6 +223,37 @@ class Guard:
             self._round.work = _sum([draft for draft in drafts if len(draft)])
             self._round.drafted = sum(map(len, drafts))
         return drafts
+
+    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        """Return the drafter's plan of a round on the device, limited to the length that the bound allows."""
+        if not isinstance(self.drafter, RoundPlanner):
+            return None
+        if not ahead:
+            self._planned.clear()
+        account, begun = self._account(seq), self._clock()
+        if self._timed(seq):
+            allowed = self._by_clock(self._to_spend({seq}) - sum(map(self._seconds_lost, self._planned)), limit)
+        else:
+            lost = sum(self._steps_lost(planned.work, planned.drafted, 1) for planned in self._planned)
+            allowed = self._by_payoff(_Account(account.slack - lost), limit)
+        plan = self.drafter.plan_round(seq, allowed, ahead=ahead)
+        if plan is not None:
+            work = steps_of(plan.length) or None
+            self._planned.append(_Round(begun, self.round_times, {seq}, work=work, drafted=plan.length))
+        return plan
+
+    def _seconds_lost(self, planned: _Round) -> float:
+        """Return the seconds that a round on the device loses if it emits one token."""
+        times = planned.round_times
+        if planned.work is None:
+            return 0.0
+        return times.draft(planned.work) + times.seconds_besides_drafting(planned.drafted) - (1 + SHARE) * times.step
+
+    def _steps_lost(self, work: Work | None, drafted: int, tokens: int) -> float:
+        """Return the plain steps that a round with this draft loses by the payoff model, if it emits `tokens`."""
+        if self.payoff is None:
+            return 0.0
+        return self.payoff.cost(work or NO_WORK) + self.payoff.rounds[1 + drafted] - (1 + SHARE) * tokens
 
     def bound_together(self, together: bool) -> None:
         """Set whether the bound holds for the batch as a whole, by the clock alone, or for each sequence.
@@ -280,10 +319,15 @@ class Guard:
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Add the time that the round gained or lost to the sequence's account, and let the drafter learn."""
         account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
+        planned = self._planned.popleft() if self._planned else None
         if not self._timed(seq):
-            if self.payoff is not None:
-                took = self.payoff.cost(draft.work) + self.payoff.rounds[1 + len(draft)]
-                account.slack += (1 + SHARE) * tokens - took
+            drafted = len(draft) if planned is None else planned.drafted
+            account.slack -= self._steps_lost(draft.work, drafted, tokens)
+        elif planned is not None:
+            now = self._clock()
+            planned.begun, self._last_read = max(planned.begun, self._last_read), now
+            planned.drafting = max(now - planned.begun - planned.round_times.step, 0.0)
+            self._settle(account, planned, tokens)
         elif self._round is not None and seq in self._round.left:  # otherwise no draft was requested
             self._settle(account, self._round, tokens)
             self._round.left.discard(seq)
@@ -312,6 +356,7 @@ class Guard:
         self._accounts.pop(seq, None)
         if self._round is not None:  # after an error in a round, the sequence may begin again
             self._round.left.discard(seq)
+        self._planned.clear()
         self.drafter.end(seq)
 
 

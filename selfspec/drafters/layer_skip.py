@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.controllers import Controller
+from selfspec.controllers.draft_lengths import DraftLengths
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain
 from selfspec.runtime.base import Runtime
+from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -31,9 +33,14 @@ class LayerSkipDrafter(ChainDrafter):
     controller sends lookup tokens directly to verification, that round drafts nothing along the path. `below`: a draft
     head that proposes lookup tokens too.
 
+    Rounds may run on the device (`plan_round`) where tokens are drafted one by one, without lookup tokens, a draft head
+    or further candidates, and the controller is a `StoppingRule`.
+
     Raises `SelfspecError` for a path that does not fit the model (`Runtime.compile`), and if `candidates` is below 1 or
     more than a verification pass holds.
     """
+
+    on_device = True  # whether rounds may run on the device
 
     def __init__(
         self,
@@ -57,6 +64,7 @@ class LayerSkipDrafter(ChainDrafter):
         if below is not None:
             self.hidden = below.texts.head.layers
         widest = len((self.proposer_chain if below is None else below).prices)
+        self._lengths: dict[SequenceState, DraftLengths] = {}
         self._max_work = [self._all_of(n, widest) for n in range(self._deepest + 1)]
 
     @property
@@ -73,9 +81,19 @@ class LayerSkipDrafter(ChainDrafter):
         widths = [min(widest, tokens - i) for i in range(tokens)]
         return with_head_steps(passes_of(widths), 0 if self.below is None else sum(widths))
 
+    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        """Return what the next round of a sequence drafts on the device; None: it has to be drafted on the host."""
+        stopping = self.controller_of(seq).stopping(LENGTHS[-1])
+        alone = self.on_device and self.below is None and self.candidates == 1 and not self.proposer_chain.proposers
+        if stopping is None or not alone:
+            return None
+        length = self._lengths[seq].choose(stopping, LENGTHS, min(limit.depth, limit.nodes))
+        return RoundPlan(length, self._compiled, stopping, self.confidence, self.source)
+
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Start the sequence, also in the draft head below the path, if there is one."""
         super().begin(seq, prefill)
+        self._lengths[seq] = DraftLengths()
         self.runtime.warm_up(self._compiled, seq.row, len(seq.tokens), hidden=self.hidden)
         if self.below is not None:
             self.below.texts.begin(seq, prefill)
@@ -83,12 +101,15 @@ class LayerSkipDrafter(ChainDrafter):
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Report the accepted tokens to the controller, and the committed tokens to a draft head below the path."""
         super().observe(seq, outcome)
+        if (lengths := self._lengths.get(seq)) is not None:
+            lengths.observe(len(outcome.draft), sum(calls for _, calls in outcome.draft.work))
         if self.below is not None:
             self.below.texts.observe(seq, outcome)
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence."""
         super().end(seq)
+        self._lengths.pop(seq, None)
         if self.below is not None:
             self.below.texts.end(seq)
 

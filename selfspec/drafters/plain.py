@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from selfspec.runtime.device_rounds import RoundPlan
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -23,6 +24,10 @@ class PlainDrafter:
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return an empty draft for each sequence."""
         return [NO_DRAFT] * len(seqs)
+
+    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan:
+        """Return a plain decode step."""
+        return RoundPlan()
 
     def max_work(self, limit: Limit) -> Work:
         """Return no work."""

@@ -11,6 +11,7 @@ import torch
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.engine.block_scheduler import memory_of
+from selfspec.engine.overlapped import OverlappedRounds
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
 from selfspec.speculation.checker import Scored
@@ -64,6 +65,7 @@ class Engine:
         self._checker = ModelChecker(runtime)
         self._prefilled = _Prefilled(runtime)
         self._prefilling: dict[SequenceState, list[ForwardOutput]] = {}  # the outputs of the passes so far
+        self._overlapped = OverlappedRounds(runtime, drafter)
         self._running: list[SequenceState] = []
         self._resources = ExitStack()
 
@@ -110,6 +112,7 @@ class Engine:
         # A drafter that reads hidden states needs those of all prompt tokens, so no prefix may be skipped.
         if not self.memory.claim(seq, reuse=self.reuse and not self.drafter.hidden):
             return False
+        self._overlapped.discard()  # the cache may have been replaced by a larger one
         self._prefilling[seq] = []
         return True
 
@@ -163,9 +166,13 @@ class Engine:
         seqs = list(limits)
         if not seqs:
             return []
-        checker = self._prefilled if self.prefilled else self._checker
-        outcomes = one_round(checker, self.drafter, seqs, list(limits.values()))
-        self._prefilled.outputs.clear()
+        if self.prefilled:
+            outcomes = one_round(self._prefilled, self.drafter, seqs, list(limits.values()))
+            self._prefilled.outputs.clear()
+        elif (outcome := self._overlapped.step(limits, ahead=not self._prefilling)) is not None:
+            outcomes = [outcome]
+        else:
+            outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
         for seq in seqs:
             self.memory.mark_cached(seq)
             if not seq.remaining:

@@ -17,6 +17,7 @@ from selfspec.models.path_modules import Int4Weights, Trained
 from selfspec.models.skeleton import ModelOutline
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath, PathCache
+from selfspec.runtime.device_rounds import DeviceRounds
 from selfspec.runtime.paged import BlockTables, PagedCache
 from selfspec.runtime.turn_lock import TurnLock
 from selfspec.speculation.forward_output import ForwardOutput
@@ -47,6 +48,10 @@ class Runtime(Protocol):
     @property
     def skeleton(self) -> ModelOutline:
         """The model's sizes, identity and modules, as far as they are known."""
+
+    @property
+    def device_rounds(self) -> DeviceRounds | None:
+        """Captured rounds of the present cache; None if rounds run on the host."""
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
         """Return another runtime over the same model, with its own cache for `rows` sequences.
@@ -302,6 +307,11 @@ class CachedRuntime(ABC):
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
         """Do nothing: no passes are captured."""
         return
+
+    @property
+    def device_rounds(self) -> DeviceRounds | None:
+        """None: no rounds are captured."""
+        return None
 
     def extra_bytes(self, path: DraftPath) -> int:
         """Return the bytes of memory that a draft path needs in addition to the model."""

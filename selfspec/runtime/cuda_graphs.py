@@ -11,10 +11,9 @@ so that no draft is charged for a capture.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec.basics.clock import clock_stopped
 from selfspec.basics.errors import reason
+from selfspec.basics.switches import switched
 from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
 from selfspec.models.skeleton import Skeleton
@@ -43,6 +43,7 @@ _COPIES = {"copy_", "_to_copy"}
 _log = logging.getLogger("selfspec")
 
 Replay = Callable[[], object]
+Result = TypeVar("Result")
 
 
 def check_capturable(func: Any, args: Sequence[Any], out: Any) -> None:
@@ -72,8 +73,8 @@ class Recorder(Protocol):
     def pool(self) -> Any:
         """Return a memory pool that all captured passes of one cache share, as only one of them runs at a time."""
 
-    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
-        """Return the output of `body`, and a function that replays the capture into the output's tensors.
+    def record(self, body: Callable[[], Result], pool: Any) -> tuple[Result, Replay]:
+        """Return the result of `body`, and a function that replays the capture into the result's tensors.
 
         Raises `RuntimeError` if `body` cannot be captured, for example because it copies values to the host.
         """
@@ -97,7 +98,7 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             return torch.cuda.graph_pool_handle()
 
-    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
+    def record(self, body: Callable[[], Result], pool: Any) -> tuple[Result, Replay]:
         """Run `body` once as a warm-up, then capture it; CUDA work of other threads does not break the capture."""
         with torch.cuda.device(self._device), self._lock:
             side = self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -109,18 +110,18 @@ class CudaRecorder:
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                    step = body()
+                    result = body()
             except BaseException:
                 torch.cuda.set_stream(before)  # a capture that cannot end leaves its own stream the current one
                 raise
-        return step, graph.replay
+        return result, graph.replay
 
 
 def recorder_for(model: Any, skeleton: Skeleton) -> Recorder | None:
     """Return a recorder if the whole model is on one CUDA device, unsharded, and `ENV_VAR` is not off; else None."""
     device = skeleton.device
     places = {device, *(block.device for block in skeleton.blocks)}
-    off = os.environ.get(ENV_VAR, "").strip().lower() in ("0", "off", "false", "no")
+    off = switched(ENV_VAR) is False
     return None if off or device.type != "cuda" or len(places) > 1 or is_sharded(model) else CudaRecorder(device)
 
 
@@ -209,16 +210,16 @@ class Graphs:
         self, passes: EagerRunner, recorder: Recorder, uncapturable: UncapturablePaths, positions: int
     ) -> None:
         """Prepare to capture passes of the eager runner `passes`, whose RoPE tables have `positions` positions."""
-        self._passes, self._recorder, self._pool, self._uncapturable = passes, recorder, recorder.pool(), uncapturable
-        self._slots, self._device = passes.cache.slots, passes.skeleton.device
-        self._end = min(positions, self._slots)
-        self._numbers = torch.arange(self._slots, device=self._device)
+        self.passes, self._recorder, self._pool, self._uncapturable = passes, recorder, recorder.pool(), uncapturable
+        self._slots, self.device = passes.cache.slots, passes.skeleton.device
+        self.end = min(positions, self._slots)  # captured passes are over slots and positions before this one
+        self._numbers = torch.arange(self._slots, device=self.device)
         self._made: WeakKeyDictionary[LeanPath, dict[GraphKey, _Graph]] = WeakKeyDictionary()
         self._used: WeakKeyDictionary[LeanPath, set[int]] = WeakKeyDictionary()  # rounded KV lengths
 
     def first_use(self, compiled: LeanPath, kv_len: int) -> bool:
         """Return whether this is called for the first time for a path and a rounded KV length."""
-        used, rounded = self._used.setdefault(compiled, set()), self._kv_len(kv_len)
+        used, rounded = self._used.setdefault(compiled, set()), self.kv_len(kv_len)
         first = rounded not in used
         used.add(rounded)
         return first
@@ -240,11 +241,10 @@ class Graphs:
         graph = made.get(shape)
         if graph is None and len(made) >= SHAPES:
             return None
-        inputs = _Inputs(shape, self._device) if graph is None else graph.inputs
+        inputs = _Inputs(shape, self.device) if graph is None else graph.inputs
         inputs.fill(tokens, pass_inputs, self._numbers)
         if graph is None:
-            with clock_stopped():
-                graph = self._capture(compiled, shape, inputs, pass_inputs.rows)
+            graph = self._capture(compiled, shape, inputs, pass_inputs.rows)
             if graph is None:
                 return None
             made[shape] = graph
@@ -259,7 +259,7 @@ class Graphs:
         """Return the graph key of a pass, or None if it is not to be captured."""
         batch, n, positions, slots, mask, rows, _ = pass_inputs
         ends = [start + n for start in (positions, slots) if isinstance(start, int)]
-        if logits is None or (logits == "last" and n > 1) or batch * n > ROWS or max(ends, default=0) > self._end:
+        if logits is None or (logits == "last" and n > 1) or batch * n > ROWS or max(ends, default=0) > self.end:
             return None
         if mask is not None:
             kv_len, masks = mask.shape[-1], len(mask)
@@ -269,28 +269,41 @@ class Graphs:
             return None
         if kv_len > self._slots:
             return None
-        return GraphKey(batch, n, self._kv_len(kv_len), (rows.start, rows.stop), masks, tuple(hidden))
+        return GraphKey(batch, n, self.kv_len(kv_len), (rows.start, rows.stop), masks, tuple(hidden))
 
-    def _kv_len(self, kv_len: int) -> int:
+    def kv_len(self, kv_len: int) -> int:
         """Return the KV length to capture for one of `kv_len`: all slots if passes read the length on the device."""
-        return self._slots if self._passes.reads_lengths else min(rounded_up(kv_len), self._slots)
+        return self._slots if self.passes.reads_lengths else min(rounded_up(kv_len), self._slots)
+
+    def capture(self, body: Callable[[], Result]) -> tuple[Result, Replay]:
+        """Capture `body` as `Recorder.record` does; the time that this takes is charged to no round."""
+        with clock_stopped(), fused_backends(self.device):
+            return self._recorder.record(body, self._pool)
+
+    def causal_inputs(self, slots: Tensor, kv_len: int, rows: slice) -> PassInputs:
+        """Return the inputs of a pass to capture over tokens at `slots` `[B, n]`, each of which sees all up to its own.
+
+        Slots equal positions. `kv_len`: the KV length that is captured, beyond every slot.
+        """
+        batch, n = slots.shape
+        mask = self._numbers[:kv_len] <= slots[:1].unsqueeze(-1)
+        return PassInputs(batch, n, slots, slots, mask, rows, causal=True)
 
     def _capture(self, compiled: LeanPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
-        scratch = Scratch(self._passes.skeleton.sizes, shape.batch, shape.n, self._device)
-        numbers = self._numbers[: shape.kv_len]
+        scratch = Scratch(self.passes.skeleton.sizes, shape.batch, shape.n, self.device)
 
         def body() -> ForwardOutput:
-            mask = numbers <= inputs.slots[:1].unsqueeze(-1) if inputs.mask is None else inputs.mask
-            causal = inputs.mask is None
-            pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, mask, rows, causal)
-            return self._passes.forward(
+            if inputs.mask is None:
+                pass_inputs = self.causal_inputs(inputs.slots, shape.kv_len, rows)
+            else:
+                pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, inputs.mask, rows)
+            return self.passes.forward(
                 compiled, inputs.ids, pass_inputs, logits="all", hidden=shape.hidden, scratch=scratch
             )
 
         try:
-            with fused_backends(self._device):
-                return _Graph(inputs, scratch, *self._recorder.record(body, self._pool))
+            return _Graph(inputs, scratch, *self.capture(body))
         except RuntimeError as error:
             self._made.pop(compiled, None)
             self._uncapturable.add(compiled, error)

@@ -24,6 +24,7 @@ from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.cache_factory import cache_of
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath, Paths
 from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
+from selfspec.runtime.device_rounds import DeviceRounds, device_rounds
 from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.masks import Masks
@@ -56,7 +57,7 @@ class LeanRuntime(CachedRuntime):
 
     skeleton: Skeleton
     _paths: Paths
-    _of_cache = ("cache", "_native", "_eager", "_graphs")
+    _of_cache = ("cache", "_native", "_eager", "_graphs", "_rounds")
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class LeanRuntime(CachedRuntime):
         positions = min(self.cache.slots, self.skeleton.context)
         attention_specs = rotary_tables(self.skeleton, positions, self._rotary_scale)
         self._native = NativeRunner(self.skeleton, self.cache, attention_specs) if self._keys_transposed else None
-        self._eager = self._graphs = None
+        self._eager = self._graphs = self._rounds = None
         if isinstance(self.cache, Cache):
             self._eager = EagerRunner(
                 self.skeleton,
@@ -149,6 +150,7 @@ class LeanRuntime(CachedRuntime):
             )
             if self._recorder is not None:
                 self._graphs = Graphs(self._eager, self._recorder, self._uncapturable, positions)
+                self._rounds = device_rounds(self._graphs, self._full)
 
     # -- the one forward -------------------------------------------------------------------------------------
 
@@ -214,16 +216,24 @@ class LeanRuntime(CachedRuntime):
         return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
 
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
-        """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens."""
+        """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens.
+
+        Where rounds run on the device, each is captured when it first occurs, and passes beside them are few.
+        """
         assert isinstance(path, LeanPath)
         end = start + WARM_ROWS
-        graphs = self._graphs if self.rows == 1 and not self._has_hooks else None
+        graphs = self._graphs if self.rows == 1 and not self._has_hooks and self._rounds is None else None
         if graphs is None or end > self.cache.slots or not graphs.first_use(path, end):
             return
         for compiled, widths in ((self._full, range(1, WARM_ROWS + 1)), (path, (1,))):
             for n in widths:
                 placed = PlacedDraft(row, 0, start, Draft.chain([0] * (n - 1)))
                 self.forward_drafts([placed], path=compiled, hidden=hidden)
+
+    @property
+    def device_rounds(self) -> DeviceRounds | None:
+        """The captured rounds of the present cache; None if rounds run on the host."""
+        return None if self._has_hooks else self._rounds
 
     @torch.inference_mode()
     def branch(

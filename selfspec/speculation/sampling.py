@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,24 @@ _PREFIX_FREE = {
 def reads_prefix(processor: hf.LogitsProcessor) -> bool:
     """Return whether a processor may read more than the scores: preceding tokens, or the row index in a batch."""
     return type(processor) not in _PREFIX_FREE
+
+
+def _capturable(processor: hf.LogitsProcessor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a processor, or for `top_p` a function that gives the same scores and that a CUDA graph can hold.
+
+    `transformers` assigns a number from the host, which cannot be captured.
+    """
+    if type(processor) is not hf.TopPLogitsWarper:
+        return processor  # type: ignore[no-any-return]
+    top_p, filtered, least = processor.top_p, processor.filter_value, processor.min_tokens_to_keep
+
+    def warp(_: Tensor, scores: Tensor) -> Tensor:
+        logits, order = scores.sort()
+        remove = logits.softmax(-1).cumsum(-1) <= 1 - top_p
+        remove[..., -least:].fill_(False)
+        return scores.masked_fill(remove.scatter(1, order, remove), filtered)
+
+    return warp
 
 
 NO_TOKEN = (
@@ -89,7 +107,7 @@ class Sampler:
                 self.processors.append(hf.TopPLogitsWarper(float(top_p)))
         dependent = [i for i, p in enumerate(self.processors, 1) if reads_prefix(p)]
         self._by_row = self.processors[: max(dependent, default=0)]
-        self._at_once = self.processors[len(self._by_row) :]
+        self._at_once = [_capturable(processor) for processor in self.processors[len(self._by_row) :]]
 
     def scores(self, logits: Tensor, prefixes: Iterable[Sequence[int]]) -> Tensor:
         """Return the processed scores `[n, V]` of `logits` `[n, V]`, at least float32.
@@ -112,6 +130,13 @@ class Sampler:
         for processor in self._by_row:
             scores = processor(ids, scores)
         return scores
+
+    @property
+    def plain_settings(self) -> tuple[object, ...] | None:
+        """What `scores` depends on besides the logits, as hashable numbers; None if that is more than numbers."""
+        settings = tuple((type(p), *sorted(vars(p).items())) for p in self.processors)
+        numbers = all(isinstance(value, (int, float)) for _, *items in settings for _, value in items)
+        return settings if numbers and not self._by_row else None
 
     def noisy_scores(self, scores: Tensor, position: int) -> Tensor:
         """Return the scores `[V]` whose argmax is the token for `position`.
@@ -153,11 +178,15 @@ class Sampler:
         best, tokens = to_lists((p / noise).max(-1))
         return [int(t) if 0 < value < math.inf else -1 for t, value in zip(tokens, best, strict=True)]
 
+    def noise_of(self, position: int, like: Tensor) -> Tensor:
+        """Return the exponential noise `[V]` tied to `position`, without keeping it; V, device: of `like` `[.., V]`."""
+        return tied_noise(self._key, position, like)
+
     def _noise_at(self, position: int, p: Tensor) -> Tensor:
         """Return the exponential noise `[V]` tied to `position`; positions use disjoint random numbers."""
         noise = self._noise.get(position)
         if noise is None:
-            noise = self._noise[position] = tied_noise(self._key, position, p)
+            noise = self._noise[position] = self.noise_of(position, p)
             if len(self._noise) > _REMEMBERED:
                 del self._noise[next(iter(self._noise))]
         return noise

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selfspec.runtime.cuda_graphs import Replay, check_capturable
+from selfspec.runtime.cuda_graphs import Replay, Result, check_capturable
 from selfspec.speculation.forward_output import ForwardOutput
 
 
@@ -27,15 +27,14 @@ class Tape:
     def pool(self) -> Any:
         return None
 
-    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
+    def record(self, body: Callable[[], Result], pool: Any) -> tuple[Result, Replay]:
         assert pool is None
         body()  # as CUDA's does, so that it may be run more than once
         tape = _Recording()
         with tape:
-            step = body()
-        for tensor in (step.logits, *step.hidden.values()):
-            if tensor is not None:
-                tensor.fill_(torch.nan)  # recording computes nothing
+            result = body()
+        for tensor in results_of(result):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)  # recording computes nothing
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.recorded += 1
@@ -44,7 +43,7 @@ class Tape:
             self.replayed += 1
             tape.replay()
 
-        return step, replay
+        return result, replay
 
 
 class Unreplayed:
@@ -53,9 +52,37 @@ class Unreplayed:
     def pool(self) -> Any:
         return None
 
-    def record(self, body: Callable[[], ForwardOutput], pool: Any) -> tuple[ForwardOutput, Replay]:
+    def record(self, body: Callable[[], Result], pool: Any) -> tuple[Result, Replay]:
         body()
         return body(), lambda: None
+
+
+class Rerun:
+    """A recorder that runs its body again: as a graph, it reads nothing but what it was given as tensors.
+
+    For kernels that are no operations of torch, which a tape does not see.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def pool(self) -> Any:
+        return None
+
+    def record(self, body: Callable[[], Result], pool: Any) -> tuple[Result, Replay]:
+        result = body()
+        self.recorded += 1
+
+        def replay() -> None:
+            for ours, again in zip(results_of(result), results_of(body()), strict=True):
+                ours.copy_(again)
+
+        return result, replay
+
+
+def results_of(result: object) -> list[Tensor]:
+    """The tensors that a captured body returned."""
+    return _tensors((result.logits, result.hidden) if isinstance(result, ForwardOutput) else result)
 
 
 class _Recording(TorchDispatchMode):

@@ -21,8 +21,9 @@ os.environ |= {"TRITON_INTERPRET": "1", "SELFSPEC_TRITON": "1", "SELFSPEC_NATIVE
 import torch
 import torch.nn.functional as F
 from families import FAMILY_CONFIGS
-from models import CONFIGS, SIZES, tiny, tokens_for
+from models import CONFIGS, SIZES, run, tiny, tokens_for
 from natives import random_tree
+from tape import Rerun, Unreplayed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +31,8 @@ from transformers import MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from triton.runtime.interpreter import GridExecutor
 
+from selfspec.controllers import AdaptiveThreshold, FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.models.kernels import triton, triton_float8
 from selfspec.models.layout import join_all_
 from selfspec.models.low_precision import fake, quantize
@@ -37,10 +40,13 @@ from selfspec.models.triton_kernels.attention import decode_attention
 from selfspec.models.triton_kernels.elementwise import partner_of, rms_norm, rope_and_write
 from selfspec.models.triton_kernels.products import TritonProduct
 from selfspec.runtime.base import Runtime
+from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import FULL, DraftPath
 
 NEAR = {
     torch.float32: 1e-5,
@@ -196,21 +202,6 @@ def attention() -> None:
         near(alone, exact[:1], NEAR[dtype])
 
 
-class Rerun:
-    """A recorder that runs its pass again: as a graph, it reads nothing but what it was given as tensors."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def pool(self) -> None:
-        return None
-
-    def record(self, body: Callable, pool: object) -> tuple:
-        step = body()
-        self.recorded += 1
-        return step, lambda: step.logits.copy_(body().logits)
-
-
 def passes(models: dict, dtype: torch.dtype, error: float, *, joined: bool = False) -> None:
     """Whole passes against the eager runner's, beside each other: chains, trees and two rows, eagerly and recorded."""
     for name, config in models.items():
@@ -287,6 +278,24 @@ def draft_paths() -> None:
             near(*both, 1e-4)
 
 
+def rounds() -> None:
+    """Texts of rounds on the device, whose passes read the number of keys there, and of plain decoding."""
+    model = tiny(CONFIGS["llama"], dtype=torch.float32)
+    os.environ["SELFSPEC_DEVICE_ROUND"] = "0"
+    host = LeanRuntime(model)
+    os.environ["SELFSPEC_DEVICE_ROUND"] = "1"
+    recorder = Rerun()
+    device = LeanRuntime(model, recorder=recorder)
+    for temperature in (0.0, 0.7):
+        drafter = LayerSkipDrafter(device, DraftPath.from_modes(["full", "skip"] * 4), FixedK(2))
+        ours, theirs = (
+            run(one, by, [1, 2, 3], 9, sampler=Sampler(temperature=temperature, seed=1 if temperature else None))[0]
+            for one, by in ((device, drafter), (host, PlainDrafter()))
+        )
+        assert ours == theirs, (ours, theirs)
+    assert recorder.recorded == 2, recorder.recorded
+
+
 class Nodes(TorchDispatchMode):
     """Counts what would be nodes of a graph: kernels, and torch's operations that are neither views nor allocations."""
 
@@ -311,34 +320,71 @@ class Nodes(TorchDispatchMode):
 LAUNCH = GridExecutor.__call__
 
 
+class Counted(Unreplayed):
+    """A recorder that counts the nodes of what it is to record."""
+
+    def __init__(self) -> None:
+        self.nodes: list[int] = []
+
+    def record(self, body: Callable, pool: object) -> tuple:
+        counting = Nodes()
+        GridExecutor.__call__ = lambda executor, *args, **kwargs: counting.launch(executor, *args, **kwargs)
+        with counting:
+            result = body()
+        GridExecutor.__call__ = LAUNCH
+        self.nodes.append(counting.count)
+        return result, lambda: None
+
+
+def of_layers(layers: int) -> object:
+    """A model of so many layers, its weights joined."""
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_hidden_layers = layers
+    model = tiny(config, dtype=torch.bfloat16)
+    join_all_(model)
+    return model
+
+
 def nodes() -> None:
     """A layer of a captured pass over one or several tokens is nine kernels, and nothing else."""
     counts = {}
     for layers in (2, 3):
-        config = copy.deepcopy(CONFIGS["llama"])
-        config.num_hidden_layers = layers
-        model = tiny(config, dtype=torch.bfloat16)
-        join_all_(model)
+        model = of_layers(layers)
         for width in (1, 3):
-            counting = Nodes()
-
-            class Counted(Rerun):
-                def record(self, body: Callable, pool: object, counting: Nodes = counting) -> tuple:
-                    GridExecutor.__call__ = lambda executor, *args, **kwargs: counting.launch(executor, *args, **kwargs)
-                    with counting:
-                        step = body()
-                    GridExecutor.__call__ = LAUNCH
-                    return step, lambda: None
-
-            runtime = LeanRuntime(model, recorder=Counted())
+            recorder = Counted()
+            runtime = LeanRuntime(model, recorder=recorder)
             with runtime.session(20):
                 runtime.forward(torch.ones(1, width, dtype=torch.long), 0)
-            counts[layers, width] = counting.count
-    assert counts == {(layers, width): 9 * layers + 5 for layers in (2, 3) for width in (1, 3)}, counts
+            counts[layers, width] = recorder.nodes
+    assert counts == {(layers, width): [9 * layers + 5] for layers in (2, 3) for width in (1, 3)}, counts
+
+
+def nodes_of_a_round() -> None:
+    """A layer of a round on the device is nine kernels for each draft step and for verification.
+
+    Everything else, a pass's own five nodes included, is within `OTHER_NODES`: once, and for each draft step.
+    """
+    os.environ["SELFSPEC_DEVICE_ROUND"] = "1"
+    for temperature, length in ((0.0, 0), (0.0, 2), (0.0, 4), (0.7, 4)):
+        others = set()
+        for layers in (2, 3):
+            recorder = Counted()
+            runtime = LeanRuntime(of_layers(layers), recorder=recorder)
+            seq = SequenceState([1, 2, 3], 9, Sampler(temperature=temperature, seed=1 if temperature else None))
+            full, stopping = runtime.compile(FULL), AdaptiveThreshold().stopping(LENGTHS[-1])
+            with runtime.session(40):
+                runtime.device_rounds.launch(seq, RoundPlan(length, full, stopping), None)
+            others.add(recorder.nodes[0] - 9 * layers * (1 + length))
+        (other,) = others  # the same, however many layers there are
+        once, each = OTHER_NODES[temperature > 0]
+        assert other <= once + length * each, (temperature, length, other)
+
+
+OTHER_NODES = {False: (40, 10), True: (45, 16)}  # greedily, and with tied noise
 
 
 CASES = (
-    nodes,
+    nodes, nodes_of_a_round, rounds,
     products, rows_among_others, many_rows, norms, rope, attention, passes_in_float32, passes_in_bfloat16, draft_paths,
 )  # fmt: skip
 

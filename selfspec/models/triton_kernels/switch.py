@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from selfspec.basics.switches import switched
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ENV_VAR = "SELFSPEC_TRITON"  # environment variable: 1 enables the kernels
 ROWS = 64  # most rows of a pass that the kernels take; larger passes use torch's products and attention
@@ -17,7 +19,7 @@ def triton_enabled(device: torch.device) -> bool:
 
     They need a CUDA device, or a CPU under Triton's interpreter (`TRITON_INTERPRET=1`, for tests).
     """
-    if os.environ.get(ENV_VAR, "").strip().lower() not in ("1", "on", "true", "yes"):
+    if not switched(ENV_VAR):
         return False
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""Print the nodes of a captured pass, what each reads, and the time that this takes at least, as Markdown.
+"""Print the nodes of captured passes and rounds, what each reads, and the time that takes at least, as Markdown.
 
     python tests/scripts/gpu/predict.py --context 2048 --bandwidth 3.0 --node 1.5
 
@@ -65,12 +65,27 @@ def pass_seconds(
     return shape.layers * layer + others
 
 
+ROUND_NODES, STEP_NODES = 35, 5  # of a greedy round beside its passes: once, and for each draft step
+PLAIN_NODES = 12  # of a round without a draft
+
+
+def rounds(shape: Shape, context: int, bandwidth: float, node: float) -> Iterator[tuple[int, int, float]]:
+    """Yield the draft length, the nodes and the seconds of greedy rounds on the device that draft with int4 weights."""
+    passes = shape.layers * len(list(layer_nodes(shape, 1, context, 2.0))) + len(list(other_nodes(shape, 1, 2.0)))
+    draft = pass_seconds(shape, 1, context, ("int4", "int8"), bandwidth, node)
+    for length in (0, 2, 4, 6, 8, 12):
+        others = ROUND_NODES + length * STEP_NODES if length else PLAIN_NODES
+        verified = pass_seconds(shape, 1 + length, context, ("bfloat16", "bfloat16"), bandwidth, node)
+        yield length, (1 + length) * passes + others, length * draft + verified + others * node
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=2048, help="cached tokens (2048)")
     parser.add_argument("--bandwidth", type=float, default=3.0, help="TB/s (3.0)")
     parser.add_argument("--node", type=float, default=1.5, help="microseconds that a node takes at least (1.5)")
+    parser.add_argument("--acceptance", type=float, default=0.93, help="chance that a drafted token is right (0.93)")
     given = parser.parse_args()
     shape, bandwidth, node = LLAMA_8B, given.bandwidth * 1e12, given.node * 1e-6
     print("| node of a layer | MB read, bfloat16 | int8 | int4 | us, bfloat16 | int8 | int4 |\n|" + "---|" * 7)
@@ -91,6 +106,10 @@ def main() -> None:
         took = pass_seconds(shape, rows, given.context, weights, bandwidth, node)
         count = shape.layers * len(kinds[0]) + len(list(other_nodes(shape, 1, 2.0)))
         print(f"| {name} | {count} | {1e3 * took:.2f} | {took / plain:.2f} |")
+    print("\n| tokens drafted in a round | nodes | ms | tokens a round | speed |\n|---|---|---|---|---|")
+    for length, count, took in rounds(shape, given.context, bandwidth, node):
+        tokens = sum(given.acceptance**n for n in range(1 + length))
+        print(f"| {length} | {count} | {1e3 * took:.2f} | {tokens:.2f} | {tokens * plain / took:.2f} |")
 
 
 if __name__ == "__main__":

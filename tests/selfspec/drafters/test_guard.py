@@ -14,6 +14,7 @@ from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.guard import _RoundTimes
 from selfspec.models.low_precision import fake
+from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -55,6 +56,9 @@ class Chain:
         self.clock.now += n * self.seconds
         self.made += n > 0
         return [Draft.chain([0] * n, confidence=[0.5] * n, work=steps_of(n))] if n else [NO_DRAFT]
+
+    def plan_round(self, seq, limit, *, ahead):
+        return RoundPlan(next((n for n in reversed(LENGTHS) if n <= min(limit.depth, self.longest)), 0))
 
     def max_work(self, limit):
         return steps_of(limit.depth)
@@ -98,6 +102,66 @@ def test_what_long_texts_took_does_not_keep_the_next_text_from_drafting():
     decode(guard, clock, 60, accepted=lambda n: 16, row=0.15, speed=lambda n: 3.0)
     took, usual, _ = decode(guard, clock, 60, accepted=lambda n: 16, row=0.15)
     assert took < 0.6 * usual
+
+
+def decode_ahead(planner, clock, tokens, *, accepted, plain=1.0, wide=1.3, row=0.03, sampler=None):
+    """The same on a device, where each round is launched before the last one is read; and the lengths of the rounds."""
+    seq, lengths, end = SequenceState([0], tokens, sampler or Sampler()), [], clock.now
+    planner.begin(seq, STEP)
+    start, drafter = clock.now, planner.drafter if isinstance(planner, Guard) else planner
+
+    def launched(ahead):
+        nonlocal end
+        n = planner.plan_round(seq, Limit(64), ahead=ahead).length
+        lengths.append(n)
+        end = max(end, clock.now) + (n * drafter.seconds + wide + row * n if n else plain)
+        return n, end
+
+    flight = launched(False)
+    while seq.remaining:
+        following = launched(True)
+        length, clock.now = flight
+        drafted = min(length, seq.remaining - 1)
+        kept = min(accepted, drafted)
+        draft = Draft.chain([0] * drafted, confidence=[0.5] * drafted, work=steps_of(length)) if drafted else NO_DRAFT
+        planner.observe(seq, Outcome(draft, tuple(range(kept)), seq.emit([0] * (kept + 1)), STEP))
+        flight = following
+    planner.end(seq)
+    return clock.now - start, plain * tokens, lengths
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("tokens", "share"), [(100, 1.05), (500, 1.03)])
+@pytest.mark.parametrize("seed", [None, 3], ids=["by clock", "by costs"])
+def test_on_a_device_a_draft_that_is_never_right_costs_little(seconds, tokens, share, seed):
+    clock, sampler = Clock(), Sampler(temperature=1.0 if seed else 0.0, seed=seed)
+    payoff = PayoffModel(seconds, rounds=(0.0, 1.0, *(1.3 + 0.03 * n for n in range(1, 65))))
+    guard = Guard(Chain(clock, seconds), payoff=payoff if seed else None, clock=clock)
+    took, usual, lengths = decode_ahead(guard, clock, tokens, accepted=0, sampler=sampler)
+    assert usual < took <= share * usual
+    assert sum(map(bool, lengths)) >= (1 if seconds > 0.5 else 2)  # it is tried, as far as the bound allows
+    clock = Clock()
+    alone, _, _ = decode_ahead(Chain(clock, seconds), clock, tokens, accepted=0)
+    assert alone > 1.3 * usual
+
+
+def test_a_planned_round_that_another_sequence_discards_is_not_timed():
+    clock = Clock()
+    guard, (one, other) = Guard(Chain(clock, 0.3), clock=clock), (SequenceState([0], 9, Sampler()) for _ in range(2))
+    guard.begin(one, STEP)
+    guard.plan_round(one, Limit(64), ahead=False)
+    guard.begin(other, STEP)
+    clock.now += 5
+    guard.observe(other, Outcome(NO_DRAFT, (), other.emit([0]), STEP))  # its first token, without a round
+    assert not any(times.plain for times in guard._round_times.values())
+
+
+def test_on_a_device_a_draft_that_is_right_is_made():
+    clock = Clock()
+    took, usual, lengths = decode_ahead(Guard(Chain(clock, 0.3, 4), clock=clock), clock, 200, accepted=4)
+    alone, _, _ = decode_ahead(Chain(clock, 0.3, 4), clock, 200, accepted=4)
+    assert took < 1.1 * alone < 0.7 * usual
+    assert lengths[:2] == [0, 0]  # how long a plain round takes is measured first
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.9])

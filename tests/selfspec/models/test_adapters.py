@@ -192,7 +192,10 @@ def test_a_base_by_a_path_of_another_system_is_told(folder, base):
     change(path, base_model_name_or_path=base)
     with pytest.raises(SelfspecError, match=f"is a PEFT adapter: its model {re.escape(base)}: no such folder"):
         check_model_name(str(path))
-    assert selfspec.load("builtin", adapters={"one": path}).generate(PROMPT, max_new_tokens=24, adapter="one").tokens == text
+    assert (
+        selfspec.load("builtin", adapters={"one": path}).generate(PROMPT, max_new_tokens=24, adapter="one").tokens
+        == text
+    )
 
 
 @wants_peft

@@ -8,15 +8,16 @@ import pytest
 import torch
 from models import plain, run, small
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import SuppressTokensLogitsProcessor
+from transformers import SuppressTokensLogitsProcessor, TopPLogitsWarper
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.runtime.cuda_graphs import CaptureCheck
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation import host_sync, sampling
 from selfspec.speculation.drafts import Draft
-from selfspec.speculation.host_sync import to_lists
+from selfspec.speculation.host_sync import Transfer, to_lists
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler, best_and_share
 from selfspec.types.confidence import Confidence
@@ -62,6 +63,22 @@ def there(monkeypatch):
 def test_numbers_are_exact_whatever_their_types(there):
     ids, halves = torch.tensor([2**40 + 1, 3]), torch.tensor([0.1, -math.inf, 2.5], dtype=torch.bfloat16)
     assert to_lists([ids, halves]) == [[2.0**40 + 1, 3.0], [float(halves[0]), -math.inf, 2.5]]
+
+
+def test_a_transfer_holds_the_values_of_its_time():
+    values = torch.arange(4)
+    transfer = Transfer(values)
+    values.zero_()
+    assert transfer.wait().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_top_p_can_be_captured_and_gives_the_bits_of_transformers(least):
+    scores = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 2
+    warper = TopPLogitsWarper(0.7, min_tokens_to_keep=least)
+    with CaptureCheck():
+        ours = Sampler(processors=[warper]).scores(scores, ())
+    assert torch.equal(ours, warper(torch.zeros(5, 1, dtype=torch.long), scores))
 
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)

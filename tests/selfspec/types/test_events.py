@@ -305,7 +305,7 @@ class TestTexts:
         texts = [event.text for event in whole.events]
         out = llm64.generate(PROMPT, max_new_tokens=12, stop=texts[2][3:] + texts[3], drafter=oracle(ids, text, k=4))
         assert [event.text for event in out.events] == [*texts[:2], texts[2][:3], ""]
-        assert of(out) == [DRAFT] * 4  # the bonus is not emitted
+        assert of(out) == [PLAIN] + [DRAFT] * 3  # the bonus is not emitted
 
     def test_what_was_rejected_is_told_as_it_would_have_read(self):
         stream = TextStream(TOKENIZER, TOKENIZER("x = ").input_ids)

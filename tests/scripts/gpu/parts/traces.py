@@ -1,4 +1,4 @@
-"""A profiler's trace of five rounds, plainly and with int8 drafts, gzipped; operations and transfers a round."""
+"""A profiler's trace of five rounds, plain and with int8 drafts, on the host and on the device; what a round calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 from measuring import Part, synchronise
-from subjects import as_on_cuda, load_widened, paths
+from subjects import as_on_cuda, load_widened, paths, size_cache
 from torch.profiler import ProfilerActivity, profile
 
 from selfspec import builtin
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.loop import decode
+from selfspec.runtime.device_rounds import ENV_VAR
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
@@ -31,12 +32,18 @@ llm = load_widened(part, 18)
 prompt = llm.encode(builtin.prompts("heldout")[0])
 of_int8 = paths(llm.runtime.layers)["int8"]
 
-drafters = {"plain": PlainDrafter(), "int8": LayerSkipDrafter(llm.runtime, of_int8, FixedK(4))}
-for drafter in (*drafters.values(), *drafters.values()):  # everything is recorded before anything is profiled
-    list(decode(llm.runtime, drafter, SequenceState(list(prompt), 64, Sampler(), frozenset())))
-for name, drafter in drafters.items():
+os.environ[ENV_VAR] = "1"
+on_gpu = llm.runtime.with_new_cache()
+size_cache(on_gpu, 1024)
+cases = {"plain": (llm.runtime, PlainDrafter()), "plain-on-device": (on_gpu, PlainDrafter())} | {
+    name: (runtime, LayerSkipDrafter(runtime, of_int8, FixedK(4)))
+    for name, runtime in (("int8", llm.runtime), ("int8-on-device", on_gpu))
+}
+for runtime, drafter in (*cases.values(), *cases.values()):  # everything is recorded before anything is profiled
+    list(decode(runtime, drafter, SequenceState(list(prompt), 64, Sampler(), frozenset())))
+for name, (runtime, drafter) in cases.items():
     with part.attempt("round", drafts=name):
-        rounds = decode(llm.runtime, drafter, SequenceState(list(prompt), 200, Sampler(), frozenset()))
+        rounds = decode(runtime, drafter, SequenceState(list(prompt), 200, Sampler(), frozenset()))
         list(islice(rounds, 3))
         synchronise(device)
         with profile(activities=activities) as profiled:

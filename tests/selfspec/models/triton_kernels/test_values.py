@@ -41,6 +41,8 @@ def test_a_row_has_the_bits_that_it_has_alone():
     "case",
     [
         "nodes",
+        "nodes_of_a_round",
+        "rounds",
         "products",
         "many_rows",
         "norms",

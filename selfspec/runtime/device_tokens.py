@@ -1,0 +1,83 @@
+"""What a round decides about tokens, computed on the device as samplers, controllers and rules decide on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from selfspec.speculation.sampling import gaps
+from selfspec.types.confidence import MIN_GAP, MIN_PROBABILITY, Confidence
+
+
+class Chosen(NamedTuple):
+    """The token of each of n rows `[n]`, and whether it can be chosen at all `[n]`.
+
+    `merits` `[n, V]` are largest at the token: the scores, or with tied noise p divided by the noise. `p` `[n, V]`: the
+    probabilities; None without noise.
+    """
+
+    tokens: Tensor
+    possible: Tensor
+    merits: Tensor
+    p: Tensor | None
+
+
+def choose(scores: Tensor, noise: Tensor | None) -> Chosen:
+    """Choose the token of each row of processed scores `[n, V]`, with the noise `[n, V]` tied to its position if any.
+
+    As `Sampler.draws` and the rule `greedy` choose it.
+    """
+    if noise is None:
+        best, tokens = scores.max(-1)
+        return Chosen(tokens, best > -torch.inf, scores, None)
+    p = scores.softmax(-1)
+    race = p / noise
+    best, tokens = race.max(-1)
+    return Chosen(tokens, (best > 0) & (best < torch.inf), race, p)
+
+
+def confidences(chosen: Chosen, confidence: Confidence) -> Tensor:
+    """Return the confidence `[n]` in each chosen token, in float64, as `Confidence.estimate` computes it."""
+    x: float | Tensor = confidence.bias
+    if confidence.probability:
+        p = chosen.merits.softmax(-1) if chosen.p is None else chosen.p
+        of_tokens = p.gather(-1, chosen.tokens.unsqueeze(-1)).squeeze(-1).double()
+        if confidence.plain:
+            return of_tokens
+        bounded = of_tokens.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+        x = x + confidence.probability * (bounded / (1 - bounded)).log()
+    if confidence.gap:
+        gap = gaps(chosen.merits if chosen.p is None else chosen.merits.log())
+        x = x + confidence.gap * gap.double().clamp(min=MIN_GAP).log()
+    if not isinstance(x, Tensor):
+        return torch.full_like(chosen.tokens, confidence.estimate(0.0, 0.0), dtype=torch.float64)
+    return 1 / (1 + (-x).exp())
+
+
+def goes_on(confidence: Tensor, rule: Tensor, knots: int) -> Tensor:
+    """Return whether drafting goes on after each of n tokens `[n]` with these confidences.
+
+    `rule`: the numbers of a `StoppingRule`: `least`, and with `knots` > 0 `prices`, and the curve's knots, `accepted`
+    and `following`.
+    """
+    n = len(confidence)
+    if not knots:
+        return confidence >= rule[:n]
+    longest = (len(rule) - 3 * knots) // 2
+    least, prices, curve = rule[:n], rule[longest : longest + n], rule[2 * longest :].view(3, knots)
+    at, accepted, following = curve.unbind()
+    below = (torch.searchsorted(at, confidence, right=True) - 1).clamp(0, knots - 2)
+    share = ((confidence - at[below]) / (at[below + 1] - at[below])).clamp(0, 1)
+
+    def interpolated(values: Tensor) -> Tensor:
+        return values[below] + share * (values[below + 1] - values[below])
+
+    chances = interpolated(accepted).cumprod(0) * interpolated(following)
+    return (confidence >= least) & (chances > prices)
+
+
+def leading(holds: Tensor) -> Tensor:
+    """Return how many of n values `[n]` are true before the first that is not, `[1]`."""
+    return holds.long().cumprod(0).sum(0, keepdim=True)

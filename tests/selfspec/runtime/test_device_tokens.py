@@ -1,0 +1,68 @@
+"""What the device decides about tokens, beside what samplers, confidences and controllers decide on the host."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal
+from selfspec.runtime.device_tokens import choose, confidences, goes_on, leading
+from selfspec.speculation.sampling import Sampler
+from selfspec.types.confidence import PROBABILITY, Confidence
+
+TIED = Sampler(temperature=1.2, seed=3)
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), TIED], ids=["greedy", "match"])
+@pytest.mark.parametrize(
+    "confidence",
+    [
+        PROBABILITY,
+        Confidence(bias=0.3, probability=0.5, gap=0.7),
+        Confidence(probability=0, gap=2),
+        Confidence(bias=-1),
+    ],
+    ids=["probability", "both", "gap", "bias"],
+)
+def test_tokens_and_confidences_are_the_samplers(sampler, confidence):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(40, 50, generator=generator, dtype=torch.float64) * 3
+    rows[5, 1:] = -torch.inf  # one token alone is possible
+    noise = None if sampler.greedy else torch.stack([sampler.noise_of(place, row) for place, row in enumerate(rows)])
+    chosen = choose(rows, noise)
+    taken = [sampler.take(row, place, with_p=True, with_gap=True) for place, row in enumerate(rows)]
+    assert chosen.tokens.tolist() == [one.token for one in taken]
+    assert chosen.possible.all()
+    expected = [confidence.estimate(one.probability, one.gap) for one in taken]
+    assert confidences(chosen, confidence).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("noise", [None, torch.ones(3, 5, dtype=torch.float64)], ids=["greedy", "match"])
+def test_where_no_token_is_possible(noise):
+    scores = torch.randn(3, 5, dtype=torch.float64)
+    scores[1], scores[2] = -torch.inf, torch.nan
+    assert choose(scores, noise).possible.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("controller", [FixedK(5), AdaptiveThreshold(), RateOptimal()], ids=lambda one: one.name)
+def test_drafting_goes_on_where_the_controller_goes_on(controller):
+    chance = random.Random(0)
+    for _ in range(50):
+        rule = controller.stopping(12)
+        curve = () if rule.curve is None else (*rule.curve.knots, *rule.curve.accepted, *rule.curve.following)
+        numbers = torch.tensor([*rule.least, *rule.prices, *curve], dtype=torch.float64)
+        given = [chance.random() ** 0.2 for _ in range(8)]
+        knots = 0 if rule.curve is None else len(rule.curve.knots)
+        going = goes_on(torch.tensor(given, dtype=torch.float64), numbers, knots)
+        assert going.tolist() == [controller.go_on(given[: n + 1]) for n in range(8)]
+        controller.observe(given, chance.randrange(9))
+
+
+def test_the_leading_values_that_hold():
+    assert [int(leading(torch.tensor(holds))) for holds in ([True, True, False, True], [False, True], [True])] == [
+        2,
+        0,
+        1,
+    ]
