@@ -91,6 +91,8 @@ class _RoundTimes:
         If `rest` is below the time of a plain round, it is recorded as a plain round too, because a plain round has
         fewer rows and cannot take longer.
         """
+        if not self.step:
+            return  # nothing to compare with
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
         for part, calls in work:
