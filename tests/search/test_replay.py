@@ -157,10 +157,10 @@ def test_processors_see_the_drafted_prefix():
 
 
 class Branching:
-    """Noise that follows an enumerating sampler for the first start, and is not random for the others."""
+    """Noise that follows an enumerating sampler for start 1, the first that is walked with a draft; else not random."""
 
     def __init__(self, ids, sampler):
-        self.sampler = sampler if int(ids[0]) == 0 else Enumerating()
+        self.sampler = sampler if int(ids[0]) == 1 else Enumerating()
 
     def coin(self, chance, place):
         return torch.tensor([self.sampler.coin(float(chance[0]))])
