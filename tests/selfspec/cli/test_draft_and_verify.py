@@ -11,16 +11,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from models import drafting_rounds
 from selfspec.search.analysis import sweep
 from selfspec.search.ledger import Ledger
 
 from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
 from selfspec.profile.reading import read_profile
-from selfspec.speculation.sampling import Sampler
-from selfspec.speculation.sequence import SequenceState
 from selfspec.types.skip import SkipSet
 
 NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "speedup_vs_skipped_layers.ipynb"
@@ -102,13 +100,10 @@ def test_the_notebook_plots_that_study(searched, monkeypatch):
 
 
 def traced(llm64, prompt):
-    """Of each round: tokens drafted, tokens accepted, and the threshold after it."""
+    """Of each round that may draft: tokens drafted, tokens accepted, and the threshold after it."""
     drafter = LayerSkipDrafter(llm64.runtime, SKIP, AdaptiveThreshold())
-    seq = SequenceState(llm64.encode(prompt), 96, Sampler())
-    return [
-        [len(outcome.draft), len(outcome.path), drafter.controller.threshold]
-        for outcome in decode(llm64.runtime, drafter, seq)
-    ]
+    _, rounds = drafting_rounds(llm64.runtime, drafter, llm64.encode(prompt), 96)
+    return [[len(outcome.draft), len(outcome.path), drafter.controller.threshold] for outcome in rounds]
 
 
 def test_the_threshold_and_the_draft_lengths_are_those_of_the_fixture(llm64):
