@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    LogitsProcessor,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
 )
 
 from selfspec.drafters import PlainDrafter
+from selfspec.engine.engine import Engine
 from selfspec.engine.loop import decode
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.speculation.drafts import Outcome
-from selfspec.speculation.rules import Rule, find_rule
+from selfspec.speculation.drafts import Draft, Outcome
+from selfspec.speculation.rules import Rule, Verdict, find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
@@ -134,18 +134,6 @@ def run(
     return seq.tokens[len(prompt) :], outcomes
 
 
-class Only(LogitsProcessor):  # type: ignore[misc]
-    """Allows one token alone."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        only = torch.full_like(scores, -torch.inf)
-        only[:, self.token] = 0
-        return only
-
-
 def drafting_rounds(
     runtime: Runtime,
     drafter: Drafter,
@@ -153,18 +141,31 @@ def drafting_rounds(
     room: int,
     *,
     sampler: Sampler | None = None,
-    ends: frozenset[int] = frozenset(),
     rule: str | Rule | None = None,
 ) -> tuple[SequenceState, Iterator[Outcome]]:
-    """A sequence whose first round, which drafts nothing, has emitted the prompt's last token, and its later rounds."""
+    """A sequence whose first round, which drafts nothing, emits the prompt's last token, and its later rounds.
+
+    The drafter sees the sampler and the rule from the beginning; no coin or draw goes into the first round.
+    """
     sampler = sampler or Sampler()
-    seq = SequenceState(list(prompt[:-1]), room + 1, Sampler(processors=[Only(prompt[-1])]))
-    rounds = decode(runtime, drafter, seq)
-    next(rounds)
-    assert seq.tokens == list(prompt)
-    seq.sampler, seq.ends = sampler, ends
-    seq.rule = find_rule(rule, sampler) if isinstance(rule, str) else rule
-    return seq, rounds
+    rule = find_rule(rule, sampler) if isinstance(rule, str) else rule
+    seq = SequenceState(list(prompt[:-1]), room + 1, sampler, rule=rule)
+
+    def last_of_prompt(draft: Draft, scores: Tensor, sampler: Sampler, position: int) -> Verdict:
+        assert not len(draft)
+        return Verdict((), prompt[-1], None if sampler.greedy else sampler.probs(scores))
+
+    def rounds() -> Iterator[Outcome]:
+        with Engine(runtime, drafter) as engine:
+            engine.join(seq)
+            seq.rule = last_of_prompt
+            engine.step()
+            seq.rule = rule
+            while seq.remaining:
+                ((_, outcome),) = engine.step()
+                yield outcome
+
+    return seq, rounds()
 
 
 def run_drafting(

@@ -157,7 +157,7 @@ def test_processors_see_the_drafted_prefix():
 
 
 class Branching:
-    """Noise that follows an enumerating sampler for the second start, the first that drafts, else not random."""
+    """Noise that follows an enumerating sampler for start 1, the first that is walked with a draft; else not random."""
 
     def __init__(self, ids, sampler):
         self.sampler = sampler if int(ids[0]) == 1 else Enumerating()

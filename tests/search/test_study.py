@@ -117,10 +117,9 @@ def test_a_search_saves_what_it_found(llm, clockless, unbridged):
         ("measuring the best on held-out prompts", 2 * 3 * 3),
         ("predicting the speed of the profile", None),
     ]
-    _, *finalists = watch.said
-    assert finalists
-    assert all(line.startswith("finalist: ") for line in finalists)
     assert "this will take about" in watch.said[0]
+    assert [line.split(":")[0] for line in watch.said[1:]] == ["finalist"] * FINALISTS
+    assert all(line.endswith("x predicted on other texts") for line in watch.said[1:])
     assert parse_profile(profile_text(profile), source="p") == profile
 
 

@@ -100,7 +100,7 @@ def test_the_notebook_plots_that_study(searched, monkeypatch):
 
 
 def traced(llm64, prompt):
-    """Of each round: tokens drafted, tokens accepted, and the threshold after it."""
+    """Of each round that may draft: tokens drafted, tokens accepted, and the threshold after it."""
     drafter = LayerSkipDrafter(llm64.runtime, SKIP, AdaptiveThreshold())
     _, rounds = drafting_rounds(llm64.runtime, drafter, llm64.encode(prompt), 96)
     return [[len(outcome.draft), len(outcome.path), drafter.controller.threshold] for outcome in rounds]
