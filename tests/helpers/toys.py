@@ -186,7 +186,6 @@ class Staged(Toy):
         if seq.remaining < 2:
             return NO_DRAFT
         inner, cache = self.inner[seq], self.runtime.cache
-        inner.sampler = seq.sampler
         inner.tokens, inner.remaining = list(seq.tokens), min(self.depth, seq.remaining - 1)
         known, end = min(cache.length[seq.row], len(seq.tokens) - 1), len(seq.tokens) - 1
         if known < end:  # what was committed since; the last token is the inner round's own
