@@ -35,7 +35,7 @@ from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
-NEW = 10
+NEW = 16
 BEGINNING = "import os\nimport sys\n\n\ndef read_header(self, stream, size=None, *, strict=False):\n"  # of several
 PROMPTS = ("def main(args):\n    for arg in args:\n", f"{BEGINNING}    return", f"{BEGINNING}    x = 1\n", "class A:")
 SKIP = selfspec.DraftPath.from_modes(["full", "skip", "full", "full", "skip", "full"])

@@ -77,13 +77,27 @@ def test_what_the_file_has_is_not_made_again(folder, monkeypatch, capsys):
 @pytest.mark.parametrize("event", ["killed-text:12", "interrupted-text:12"])
 @pytest.mark.long("commands that were cut short")
 def test_a_run_that_was_broken_off_goes_on(folder, warm, monkeypatch, event):
-    args = ["generate", "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--batch-size", "1", *HOW]
+    args = [
+        "generate",
+        "--model",
+        "builtin",
+        "--prompts",
+        "prompts.jsonl",
+        "--out",
+        "out.jsonl",
+        "--batch-size",
+        "1",
+        *HOW,
+    ]
     broken = subprocess.run([warm.python, str(COMMAND), event, *args], capture_output=True, text=True, check=False)
     assert "Traceback" not in broken.stderr
     assert len(results(folder)) == 1
     if event.startswith("interrupted"):
         assert broken.returncode == 130
-        assert "to resume, run the same command again: selfspec generate --prompts prompts.jsonl" in broken.stderr
+        assert (
+            "to resume, run the same command again: selfspec generate --model builtin --prompts prompts.jsonl"
+            in broken.stderr
+        )
     assert run(monkeypatch, *args[1:]) == 0
     assert len(results(folder)) == 4
 

@@ -70,15 +70,31 @@ def test_a_bridge_is_fitted_to_a_profiles_path(cli, prompts):
         "version: 2\nmodel: {layers: 16}\ndraft: {kind: layer-skip, skip: {attention: [7], mlp: [7]}}\n"
     )
     code, out, err = cli(
-        "train", "bridge", "--profile", "path.yaml", "--prompts", prompts, *FEW, "--rank", "8", "--json"
+        "train",
+        "bridge",
+        "--model",
+        "builtin",
+        "--profile",
+        "path.yaml",
+        "--prompts",
+        prompts,
+        *FEW,
+        "--rank",
+        "8",
+        "--json",
     )
     told = json.loads(out)
     assert not code
     assert told["profiles"] == ["parts/bridge.yaml"]
     assert told["right"][1] == told["acceptance"][0]
     assert "the draft path's best token is the model's at" in err
-    plain = cli("generate", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
-    assert cli("generate", "--profile", "parts/bridge.yaml", "--max-new-tokens", "24", "def read(")[1] == plain
+    plain = cli("generate", "--model", "builtin", "--profile", "none", "--max-new-tokens", "24", "def read(")[1]
+    assert (
+        cli("generate", "--model", "builtin", "--profile", "parts/bridge.yaml", "--max-new-tokens", "24", "def read(")[
+            1
+        ]
+        == plain
+    )
     assert "bridge.safetensors" in cli("profile", "show", "parts/bridge.yaml")[1]
 
 
