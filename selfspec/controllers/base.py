@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,9 +94,9 @@ class Controller(ABC):
         """Return the names of the controller's options."""
         return [f.name for f in dataclasses.fields(cls) if f.init and f.metadata.get("option", True)]
 
-    def _least(self, threshold: float, k_max: int, most: int) -> tuple[float, ...]:
-        """Return the least confidence at which drafting goes on after each token: `threshold`, then infinity."""
-        return tuple(threshold if n < k_max else math.inf for n in range(1, most + 1))
+    def _least(self, most: int, threshold: float = 0.0) -> tuple[float, ...]:
+        """Return the least confidence at which drafting goes on after each of `most` tokens, `threshold` at least."""
+        return tuple(max(threshold, self.min_confidence(n)) for n in range(1, most + 1))
 
     def _count(self, option: str) -> None:
         value = getattr(self, option)

@@ -118,7 +118,7 @@ class RateOptimal(Controller):
         prices = [self.rate * price for price in self._prices[1 : most + 1]]
         curve = ChanceCurve(tuple(self._curve.confidence), tuple(self._accepted.values), tuple(self._following.values))
         padded = (*prices, *[math.inf] * (most - len(prices)))
-        return StoppingRule(self._least(self.floor, self.k_max, most), padded, curve)
+        return StoppingRule(self._least(most), padded, curve)
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
         """Return the two probabilities by the corrected acceptance curve; the first token of a draft has `first`."""

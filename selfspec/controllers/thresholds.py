@@ -30,7 +30,7 @@ class FixedK(Controller):
 
     def stopping(self, most: int) -> StoppingRule:
         """Return the least confidences."""
-        return StoppingRule(self._least(0.0, self.k, most))
+        return StoppingRule(self._least(most))
 
     def min_confidence(self, drafted: int) -> float:
         """Return 0, as any confidence suffices, or infinity once `k` tokens are drafted."""
@@ -55,7 +55,7 @@ class StaticThreshold(Controller):
 
     def stopping(self, most: int) -> StoppingRule:
         """Return the least confidences."""
-        return StoppingRule(self._least(self.threshold, self.k_max, most))
+        return StoppingRule(self._least(most))
 
     def min_confidence(self, drafted: int) -> float:
         """Return the threshold, or infinity once `k_max` tokens are drafted."""
@@ -104,7 +104,7 @@ class AdaptiveThreshold(Controller):
 
     def stopping(self, most: int) -> StoppingRule:
         """Return the least confidences."""
-        return StoppingRule(self._least(self.threshold, self.k_max, most))
+        return StoppingRule(self._least(most, self.threshold))
 
     def min_confidence(self, drafted: int) -> float:
         """Return the floor of the threshold, or infinity once `k_max` tokens are drafted."""

@@ -207,7 +207,7 @@ class Guard:
         guided = any(len(guide_draft(seq, Limit(1))) for seq in self._accounts)
         self._round = _Round(self._clock(), self.round_times, timed, guided=guided) if timed else None
         seconds = self._to_spend(timed)
-        if seconds <= 0 and len(timed) == len(self._accounts):
+        if seconds <= self.round_times.seconds_besides_drafting() and len(timed) == len(self._accounts):
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
         share = 1 / max(1, len(timed.intersection(seqs)))
         allowed = [
@@ -280,21 +280,23 @@ class Guard:
         return known
 
     def _to_spend(self, timed: set[SequenceState]) -> float:
-        """Return the seconds that the narrowest drafts may take in this round without breaking any sequence's bound."""
+        """Return the seconds that a drafted round may take without breaking any sequence's bound."""
         if not timed:
             return 0.0
         round_times, accounts = self.round_times, [self._account(seq) for seq in timed]
         if len(round_times.plain) < KNOWN or any(account.since_plain >= PROBE for account in accounts):
             return 0.0
         left = min(account.slack for account in accounts)
-        return left + (1 + SHARE + START) * round_times.step - round_times.seconds_besides_drafting()
+        return left + (1 + SHARE + START) * round_times.step
 
     def _by_clock(self, seconds: float, limit: Limit, share: float = 1.0) -> Limit:
-        """Return the deepest draft that takes at most a `share` of `seconds`, and of equally deep ones the widest."""
+        """Return the deepest draft that fits a round of `seconds`, and of equally deep ones the widest.
+
+        `share`: the share of the round's drafting that is the sequence's.
+        """
         round_times, best = self.round_times, NOTHING
-        narrow = round_times.seconds_besides_drafting()
         for nodes in (limit.nodes, *(width for width in reversed(WIDTHS) if width < limit.nodes)):
-            left = share * (seconds + narrow - round_times.seconds_besides_drafting(nodes))
+            left = share * (seconds - round_times.seconds_besides_drafting(nodes))
 
             def fits(depth: int, nodes: int = nodes, left: float = left) -> bool:
                 return round_times.draft(self.drafter.max_work(Limit(depth, nodes)) or UNKNOWN_WORK) <= left
@@ -374,7 +376,7 @@ def _sum(drafts: Sequence[Draft]) -> Work | None:
 
 
 def _width(nodes: int) -> int:
-    """Return the width in `WIDTHS` of a draft of so many tokens."""
+    """Return the smallest of `WIDTHS` that a draft of `nodes` tokens fits; the largest if it fits none."""
     return next((width for width in WIDTHS if nodes <= width), WIDTHS[-1])
 
 

@@ -117,7 +117,6 @@ def llama_cpp_methods(given: dict[str, Any]) -> dict[str, Decode]:
     lib.llama_log_set(quiet, ctypes.c_void_p(0))
     lib.llama_backend_init()
     how = lib.llama_model_default_params()
-    how.use_extra_bufts = given["repack"]
     model = lib.llama_model_load_from_file(given["file"].encode(), how)
     if model is None:
         raise SystemExit(f"{given['file']} cannot be loaded by llama.cpp")
@@ -151,6 +150,7 @@ def llama_cpp_methods(given: dict[str, Any]) -> dict[str, Decode]:
 def openvino_methods(given: dict[str, Any]) -> dict[str, Decode]:
     """openvino-genai's pipeline on a GGUF file, from token ids."""
     import numpy as np
+    import openvino
     import openvino_genai as genai
 
     settings = {"INFERENCE_NUM_THREADS": given["threads"], "INFERENCE_PRECISION_HINT": "f32"}
@@ -176,8 +176,6 @@ def openvino_methods(given: dict[str, Any]) -> dict[str, Decode]:
         if temperature:
             how.do_sample, how.temperature, how.top_p, how.top_k = True, temperature, 1.0, 2**31
         streamer, ids = Streamer(), np.array([prompt], dtype=np.int64)
-        import openvino
-
         tokens = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         pipeline.generate(tokens, how, streamer)
         yield from streamer.noted

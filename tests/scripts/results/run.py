@@ -15,7 +15,6 @@ this script at any time. A comparison that is complete is summarised in `docs/re
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -28,7 +27,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from subjects import HERE, MODEL, NEW, OUT, ROOT, Question, Run, code, documents, editing, in_torch, questions
+from subjects import (
+    HERE,
+    MODEL,
+    NEW,
+    OUT,
+    ROOT,
+    Question,
+    Run,
+    code,
+    digest,
+    documents,
+    editing,
+    in_torch,
+    questions,
+)
 
 OURS = {"plain": "plain", "selfspec": "skip", "drafts alone": "path", "lookup alone": "lookup", "no search": "default"}
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
@@ -110,9 +123,23 @@ def workers(run: Run, of: Comparison, dtype: str) -> dict[str, Worker]:
         python = {"llama.cpp": run.given.llama_python, "openvino-genai": run.given.openvino_python}.get(peer)
         if python:
             kind = "llama.cpp" if peer == "llama.cpp" else "openvino"
-            settings = {"context": 8192 + NEW, "repack": True, "threads": threads}
+            settings = {"context": 8192 + NEW, "threads": threads}
             found[name] = Worker(python, kind, name=name, file=str(run.files[bits]), **settings)
     return found
+
+
+def planned(of: Comparison, prompts: Sequence[Question]) -> Iterator[tuple[str, float, int, Question, str]]:
+    """Each run of a comparison in order: its dtype, temperature, round, prompt and method."""
+    for dtype, methods in of.methods.items():
+        ours = [name for name in methods if name in OURS]
+        for temperature, rounds in of.rounds.items():
+            peers = [name for name in methods if name not in OURS and (not temperature or name in of.sampling_peers)]
+            for turn in range(0 if peers else 1, 1 + rounds):
+                names = ours if turn else ["plain", *peers]
+                for at, prompt in enumerate(prompts):
+                    shift = at % len(names)
+                    for name in names[shift:] + names[:shift]:
+                        yield dtype, temperature, turn, prompt, name
 
 
 def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
@@ -125,45 +152,39 @@ def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
     yield from done
     known = {(one["dtype"], one["temperature"], one["round"], one["prompt"], one["method"]) for one in done}
     lengths = {(one["dtype"], one["prompt"]): one["tokens"] for one in done if one["method"] == "plain"}
-    prompts = of.prompts(run)
-    for dtype in of.methods:
-        started: dict[str, Worker] | None = None
-        for temperature, rounds in of.rounds.items():
-            peers = [name for name in of.methods[dtype] if name not in OURS]
-            peers = [name for name in peers if not temperature or name in of.sampling_peers]
-            ours = [name for name in of.methods[dtype] if name in OURS]
-            for turn in range(0 if peers else 1, 1 + rounds):
-                for at, prompt in enumerate(prompts):
-                    names = ours if turn else ["plain", *peers]
-                    shift = at % len(names)
-                    for name in names[shift:] + names[:shift]:
-                        key = (dtype, temperature, turn, prompt.number, name)
-                        if key in known:
-                            continue
-                        if time.time() > run.ends:
-                            raise TimeoutError
-                        if started is None:
-                            started = workers(run, of, dtype)
-                            for method, worker in started.items():  # the first call warms up
-                                worker.ask(method=method, ids=prompts[0].ids[::-1], new=24, temperature=0.0)
-                        if name not in started:
-                            continue
-                        if (dtype, prompt.number) not in lengths:
-                            ask = {"method": "plain", "ids": prompt.ids, "new": -of.new, "temperature": 0.0}
-                            lengths[dtype, prompt.number] = len(started["plain"].ask(**ask)["tokens"])
-                        new = lengths[dtype, prompt.number]
-                        answer = started[name].ask(method=name, ids=prompt.ids, new=new, temperature=temperature)
-                        tokens = answer.pop("tokens")
-                        assert len(tokens) == new, (name, len(tokens), new)
-                        text = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
-                        one = {"commit": commit, "dtype": dtype, "temperature": temperature, "round": turn}
-                        one |= {"prompt": prompt.number, "task": prompt.task, "prompt_digest": prompt.digest}
-                        one |= {"method": name, "tokens": new, "text": text, **answer}
-                        with file.open("a") as lines:
-                            lines.write(json.dumps(one) + "\n")
-                        yield one
-        for worker in set((started or {}).values()):
-            worker.close()
+    prompts, started, started_for = of.prompts(run), dict[str, Worker](), ""
+    for dtype, temperature, turn, prompt, name in planned(of, prompts):
+        if (dtype, temperature, turn, prompt.number, name) in known:
+            continue
+        if time.time() > run.ends:
+            raise TimeoutError
+        if dtype != started_for:
+            close(started)
+            started, started_for = workers(run, of, dtype), dtype
+            for method, worker in started.items():  # the first call warms up
+                worker.ask(method=method, ids=prompts[0].ids[::-1], new=24, temperature=0.0)
+        if name not in started:
+            continue
+        if (dtype, prompt.number) not in lengths:
+            ask = {"method": "plain", "ids": prompt.ids, "new": -of.new, "temperature": 0.0}
+            lengths[dtype, prompt.number] = len(started["plain"].ask(**ask)["tokens"])
+        new = lengths[dtype, prompt.number]
+        answer = started[name].ask(method=name, ids=prompt.ids, new=new, temperature=temperature)
+        tokens = answer.pop("tokens")
+        assert len(tokens) == new, (name, len(tokens), new)
+        one = {"commit": commit, "dtype": dtype, "temperature": temperature, "round": turn}
+        one |= {"prompt": prompt.number, "task": prompt.task, "prompt_digest": prompt.digest}
+        one |= {"method": name, "tokens": new, "text": digest(tokens), **answer}
+        with file.open("a") as lines:
+            lines.write(json.dumps(one) + "\n")
+        yield one
+    close(started)
+
+
+def close(started: dict[str, Worker]) -> None:
+    """Let workers end."""
+    for worker in set(started.values()):
+        worker.close()
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -182,7 +203,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 if name == "plain" and len(turns) > 1:  # of the rounds with selfspec's own methods
                     pairs = [(run, other) for run, other in pairs if run["round"]]
                     mine, turns = [run for run in mine if run["round"]], turns - {0}
-                ratios = by_prompt(pairs, lambda run: run["seconds"])
+                ratios = by_prompt(pairs, whole)
                 later = by_prompt([pair for pair in pairs if pair[0]["tokens"] > 1], after_first)
                 found.setdefault(dtype, {}).setdefault(f"{temperature:g}", {})[name] = {
                     "rounds": len({run["round"] for run in mine}),
@@ -203,8 +224,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                         for task in tasks
                     },
                     "after_first_by_task": {
-                        task: sum(after_first(other) for run, other in pairs if run["task"] == task)
-                        / sum(after_first(run) for run, _ in pairs if run["task"] == task)
+                        task: ratio_of_means([pair for pair in pairs if pair[0]["task"] == task], after_first)
                         for task in tasks
                     },
                     "same_text": None
@@ -212,6 +232,11 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                     else sum(run["text"] == other["text"] for run, other in pairs if run["round"] == min(turns)),
                 }
     return found
+
+
+def whole(run: dict[str, Any]) -> float:
+    """Seconds of a run, the prompt's pass included."""
+    return float(run["seconds"])
 
 
 def after_first(run: dict[str, Any]) -> float:
@@ -231,9 +256,9 @@ def by_prompt(pairs: Pairs, seconds: Callable[[dict[str, Any]], float]) -> list[
     ]
 
 
-def ratio_of_means(pairs: Pairs) -> float:
+def ratio_of_means(pairs: Pairs, seconds: Callable[[dict[str, Any]], float] = whole) -> float:
     """The ratio of mean tokens per second, as in Spec-Bench: all tokens over all seconds."""
-    return float(sum(plain["seconds"] for _, plain in pairs) / sum(run["seconds"] for run, _ in pairs))
+    return sum(seconds(plain) for _, plain in pairs) / sum(seconds(run) for run, _ in pairs)
 
 
 def revision() -> str:

@@ -1,4 +1,4 @@
-"""What `run.py` measures: the model, prompts, profiles and files of one machine."""
+"""The models, prompts, profiles and files that `run.py` measures with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,11 @@ ASKED = {
 DOCUMENTS = {256: 4, 1024: 4, 4096: 4, 8100: 2}  # number of texts by tokens of the prompt
 
 
+def digest(tokens: Sequence[int]) -> str:
+    """A short digest of token ids, which tells whether two texts are equal without holding them."""
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:12]
+
+
 class Question(NamedTuple):
     """A prompt: its number in its file, the task that it belongs to, its token ids."""
 
@@ -42,13 +48,16 @@ class Question(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of the token ids."""
-        return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()[:12]
+        """A digest of the token ids."""
+        return digest(self.ids)
 
 
 @dataclass
 class Run:
-    """What this script was asked for, with the files that it made."""
+    """The options of one call of `run.py`, and what its comparisons share: models, profiles and files.
+
+    `ends`: the time at which measuring stops.
+    """
 
     given: argparse.Namespace
     ends: float
@@ -60,14 +69,14 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """SmolLM2's."""
+        """SmolLM2's tokenizer."""
         from selfspec.models.loading import load_tokenizer
 
         return load_tokenizer(MODEL)
 
     @property
     def source(self) -> str:
-        """What the questions are."""
+        """The description of the questions in the tables."""
         if self.given.prompts is None:
             return "held-out chat prompts that come with selfspec"
         return self.given.source or f"{self.given.limit} questions of {self.given.prompts.name}"
