@@ -44,11 +44,12 @@ _log = logging.getLogger("selfspec")
 
 
 class RoundPlan(NamedTuple):
-    """What a round drafts: `length` tokens (0 or one of `LENGTHS`) along `path`, of which `stopping` lets some count.
+    """The plan of a round: it drafts `length` tokens (0 or one of `LENGTHS`) along `path`.
 
-    `source`: the name of the tokens' source. The length is fixed, so tokens beyond the one at which `stopping` ends
-    the draft are verified too. They are never accepted, even where the target chooses the same: drafts, and what the
-    controller learns from them, are then those of rounds on the host, which would not have drafted these tokens.
+    `stopping` decides after which of them the draft ends. `source`: the name of the tokens' source. The length is
+    fixed, so tokens beyond the end of the draft are verified too. They are never accepted, even where the target
+    chooses the same: drafts, and what the controller learns from them, are then those of rounds on the host, which
+    would not have drafted these tokens.
     """
 
     length: int = 0
@@ -71,7 +72,7 @@ class RoundPlanner(Drafter, Protocol):
 
 
 class _Key(NamedTuple):
-    """What a captured round depends on: lengths in tokens and slots, cache row, and how tokens are chosen."""
+    """The key of a captured round: draft length, KV length, cache row, and how tokens are chosen."""
 
     length: int
     kv_len: int

@@ -1,4 +1,4 @@
-"""What a round decides about tokens, computed on the device as samplers, controllers and rules decide on the host."""
+"""A round's decisions on its tokens, computed on the device as samplers, controllers and rules do on the host."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Sampler:
 
     @property
     def plain_settings(self) -> tuple[object, ...] | None:
-        """What `scores` depends on besides the logits, as hashable numbers; None if that is more than numbers."""
+        """The processors' settings as numbers, hashable; None if `scores` depends on more than these and the logits."""
         settings = tuple((type(p), *sorted(vars(p).items())) for p in self.processors)
         numbers = all(isinstance(value, (int, float)) for _, *items in settings for _, value in items)
         return settings if numbers and not self._by_row else None

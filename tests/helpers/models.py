@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.engine import Engine
@@ -171,7 +165,7 @@ def drafting_rounds(
 def run_drafting(
     runtime: Runtime, drafter: Drafter, prompt: list[int], room: int, **options: Any
 ) -> tuple[list[int], list[Outcome]]:
-    """As `run`, but already the first of the outcomes is of a round that may draft, see `drafting_rounds`."""
+    """The new tokens and outcomes of the rounds that may draft, as `run` gives those of all; see `drafting_rounds`."""
     seq, rounds = drafting_rounds(runtime, drafter, prompt, room, **options)
     outcomes = list(rounds)
     return seq.tokens[len(prompt) :], outcomes

@@ -337,7 +337,7 @@ class Counted(Unreplayed):
 
 
 def of_layers(layers: int) -> object:
-    """A model of so many layers, its weights joined."""
+    """A LLaMA with `layers` layers, its weights joined."""
     config = copy.deepcopy(CONFIGS["llama"])
     config.num_hidden_layers = layers
     model = tiny(config, dtype=torch.bfloat16)

@@ -55,7 +55,7 @@ def name_in(code: str) -> str:
 
 
 def prompts() -> list[str]:
-    """What is asked for, with each function."""
+    """The prompts: each asks for a function with one name replaced."""
     found = []
     for module in MODULES:
         for code in functions(module)[:3]:

@@ -46,7 +46,7 @@ def setting(dtype: str, temperature: str) -> str:
 
 
 def whole(found: dict[str, Any]) -> str:
-    """Of each setting and method: speed, ratios to plain decoding, the first token, equal texts; then the tasks."""
+    """Tables of speed, ratios to plain decoding, TTFT and equal texts by method, and of ratios by task."""
     parts = []
     for dtype, temperatures in found["results"].items():
         for temperature, methods in temperatures.items():
@@ -73,7 +73,7 @@ def whole(found: dict[str, Any]) -> str:
 
 
 def lengths(found: dict[str, Any]) -> str:
-    """Of each setting and method, by the tokens of the prompt: the first token, and the ratio after it."""
+    """Tables of TTFT, and of the ratio to plain decoding after it, by method and length of the prompt."""
     parts = []
     for dtype, temperatures in found["results"].items():
         for temperature, methods in temperatures.items():
@@ -88,7 +88,7 @@ def lengths(found: dict[str, Any]) -> str:
 
 
 def together(found: dict[str, Any]) -> str:
-    """Of each batch size and method: speed, ratio to plain batched decoding, latency, equal texts."""
+    """A table of speed, ratio to plain decoding, latency and equal texts by batch size and method."""
     rows = [["together", "method", "tokens/s", "/ plain", "worst and best round", "latency of a text, s", "same text"]]
     plain = {row["size"]: row["each"] for row in found["rows"] if row["method"] == "plain"}
     for row in found["rows"]:
@@ -100,7 +100,7 @@ def together(found: dict[str, Any]) -> str:
 
 
 def schemas(found: dict[str, Any]) -> str:
-    """Of each schema: speeds with and without drafts, and their ratio."""
+    """A table of speeds with and without drafts, and their ratio, by schema."""
     rows = [["schema", "tokens/s, plain", "tokens/s, drafted", "/ plain", "tokens", "rounds", "same text"]]
     for row in found["rows"]:
         rows.append([row["schema"], f"{row['plain']:.1f}", f"{row['drafted']:.1f}", f"{row['ratio']:.2f}"])
