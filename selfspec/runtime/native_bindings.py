@@ -27,7 +27,7 @@ from selfspec.models.native import (
     SpecStruct,
     SubLayerStruct,
 )
-from selfspec.models.native_library import ACTIVATIONS, KINDS, library
+from selfspec.models.native_library import ACTIVATIONS, KINDS, available, library
 from selfspec.models.norms import NormData
 from selfspec.models.path_modules import BridgeModule
 from selfspec.models.sizes import Sizes
@@ -232,7 +232,7 @@ def native_pass(
     blocks: Sequence[tuple[int, torch.device, Attention | None, Mlp | None]],
     norm: NormData | None,
 ) -> NativePass | None:
-    """Return a path's layers as one native pass; None if native code cannot compute all of them, or none runs.
+    """Return a path's layers as one native pass; None if native code cannot compute all of them.
 
     `blocks`: for each layer its number, device, attention and MLP, either of which is None if skipped; a trained bridge
     takes the MLP's place. `norm`: the norm after the last layer. `scaling`: the factor on queries after RoPE.
@@ -253,7 +253,7 @@ def native_pass(
         ):
             return None
         layers.append(layer)
-    return NativePass(sizes, scaling, layers, norm, resources) if resources else None
+    return NativePass(sizes, scaling, layers, norm, resources) if resources or available() else None
 
 
 def _describe_attention(layer: LayerStruct, attention: Attention | None, resources: list[Any]) -> bool:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from amount import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
 from lowering import random_path
@@ -124,10 +124,11 @@ def test_the_whole_model_is_what_it_is_operation_by_operation(name, seed, n, wid
 @each_model
 @settings(max_examples=examples(12))
 @given(seed=SEEDS, skipped=st.sets(st.integers(0, 2 * LAYERS - 1)), widths=st.lists(st.integers(1, ROWS), max_size=8))
+@example(seed=1, skipped=set(range(2 * LAYERS)), widths=[1, 5])
 def test_what_is_bypassed_adds_nothing_and_writes_nothing(name, seed, skipped, widths):
     ours, theirs = both(name)
     path = DraftPath(SkipSet.from_bits([i in skipped for i in range(2 * LAYERS)]))
-    assert (ours.compile(path).native is None) == (len(skipped) == 2 * LAYERS)
+    assert ours.compile(path).native is not None
     tokens = tokens_for(seed, 40)
     with ours.session(N), theirs.session(N):
         for runtime in (ours, theirs):
@@ -149,7 +150,7 @@ def test_sub_layers_in_few_bits_go_into_the_same_pass(name, seed, widths):
     by_rounded = both(name, kernel=fake)
     named = random_path(seed, LAYERS, words=WORDS)
     in_full, low = named.modes(LAYERS).count("full"), any(mode in ("int8", "int4") for mode in named.modes(LAYERS))
-    assert (ours.compile(named).native is None) == (named.modes(LAYERS).count("skip") == 2 * LAYERS)
+    assert ours.compile(named).native is not None
     assert theirs.compile(named).native is None or not in_full
     assert by_rounded[0].compile(named).native is None or not low or theirs.compile(named).unquantized
     tokens = tokens_for(seed, 24)
@@ -462,7 +463,7 @@ def test_a_path_is_native_where_all_that_it_runs_is():
     assert runtime.compile(DraftPath.skipping(mlp=[0])).native is None
     without = DraftPath.skipping(mlp=[1])
     assert runtime.compile(without).native is not None
-    assert runtime.compile(DraftPath.skipping(range(LAYERS), range(LAYERS))).native is None
+    assert runtime.compile(DraftPath.skipping(range(LAYERS), range(LAYERS))).native is not None
     assert runtime.compile(DraftPath(int8=SkipSet((), (1,)))).unquantized == ("mlp 1",)
     ours, theirs = (feed_all(r, without) for r in (runtime, both("llama")[1]))
     assert_near(ours, theirs)
