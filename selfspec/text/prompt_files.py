@@ -20,7 +20,7 @@ from selfspec.text.datasets_prompts import PRESETS, Use, read_folder, read_parqu
 from selfspec.text.jsonl import FileTexts, check_unicode, json_row, lines
 from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_template import PromptTemplate
-from selfspec.text.spec_bench import PREFIX, read_questions, spec_bench_file
+from selfspec.text.spec_bench import benchmark_file, read_questions
 
 TASK = ("task", "category")  # columns that hold a prompt's task; the first of these that exists is read
 CHAT = "built-in chat prompts"
@@ -80,15 +80,15 @@ def read_prompts(
     chat: bool = False,
     use: Use = "first",
 ) -> Prompts:
-    """Read the prompts of a file, a folder, a data set of the hub by its name in `PRESETS`, or `spec-bench:PATH`.
+    """Read the prompts of a file, a folder, a data set of the hub by its name in `PRESETS`, or a benchmark's questions.
 
-    A file is `.jsonl` (an object a line), `.txt` (a prompt a line) or `.parquet`; each text file of a folder is one
-    prompt. A preset's name takes precedence over a folder; write `./gsm8k` for a folder of that name. `column` and
-    `template` are those of `PromptTemplate`; by default those of the preset. Tasks are kept if every row of a `.jsonl`
-    file has a `task` (or `category`). `held_out`: read the preset's split that searches do not read, if the preset has
-    two splits. `chat`: if a row has `messages`, the prompt is the whole conversation, else the first user message.
-    `use`: which rows are used, of which only "every" concerns `.jsonl` and `.txt` files. Raises `SelfspecError`, which
-    names the file and the wrong line.
+    `spec-bench:PATH` and `speed-bench:PATH` name a benchmark's file. Another file is `.jsonl` (an object a line),
+    `.txt` (a prompt a line) or `.parquet`; each text file of a folder is one prompt. A preset's name takes precedence
+    over a folder; write `./gsm8k` for a folder of that name. `column` and `template` are those of `PromptTemplate`; by
+    default those of the preset. Tasks are kept if every row of a `.jsonl` file has a `task` (or `category`).
+    `held_out`: read the preset's split that searches do not read, if the preset has two splits. `chat`: if a row has
+    `messages`, the prompt is the whole conversation, else the first user message. `use`: which rows are used, of which
+    only "every" concerns `.jsonl` and `.txt` files. Raises `SelfspecError`, which names the file and the wrong line.
     """
     name, path = str(data), Path(data)
     if not name:
@@ -96,12 +96,12 @@ def read_prompts(
     shape = PromptTemplate(column, template, chat)
     prompts: Sequence[Prompt]
     tasks: tuple[str, ...] = ()
-    if name.startswith(PREFIX):
+    if (named := benchmark_file(name)) is not None:
         if (column, template) != (None, None):
             raise SelfspecError(f"{name}: takes no column and no template; its prompts are the questions' first turns")
-        path = spec_bench_file(name)
-        texts, tasks = read_questions(path)
-        return Prompts(f"Spec-Bench ({path.name})", texts, messages=True, tasks=tasks)
+        benchmark, path = named
+        texts, tasks = read_questions(path, benchmark)
+        return Prompts(f"{benchmark.name} ({path.name})", texts, messages=True, tasks=tasks)
     if name in PRESETS:
         preset = PRESETS[name]
         shape = preset.shape if (column, template) == (None, None) else shape

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from amount import examples
 from hypothesis import HealthCheck, given, settings
@@ -41,6 +43,40 @@ def test_first_turns_by_task(tmp_path):
 def test_mt_benchs_eight_categories_are_one_task():
     assert sum(task == CONVERSATION for task in TASKS.values()) == 8
     assert len(set(TASKS.values())) == 6
+
+
+def speed_bench(folder, *rows):
+    """A file of SPEED-Bench with its columns."""
+    path = folder / "qualitative.parquet"
+    whole = [{**row, "question_id": f"q{i}", "source": "web", "multiturn": False} for i, row in enumerate(rows)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(whole), path)
+    return path
+
+
+def test_speed_benchs_questions(tmp_path):
+    """From its parquet file and from JSONL; its categories are the tasks."""
+    rows = [{"category": name, "turns": [f"A question of {name}.", "And now?"]} for name in ("coding", "low_entropy")]
+    for path in (speed_bench(tmp_path, *rows), written(tmp_path, *rows)):
+        found = read_prompts(f"speed-bench:{path}")
+        assert found.texts == ("A question of coding.", "A question of low_entropy.")
+        assert (found.tasks, found.messages) == (("coding", "low_entropy"), True)
+        assert found.source == f"SPEED-Bench ({path.name})"
+
+
+def test_wrong_files_of_speed_bench(tmp_path):
+    with pytest.raises(SelfspecError, match=r"qualitative\.parquet, row 2: the first of 'turns' is empty"):
+        read_prompts(f"speed-bench:{speed_bench(tmp_path, ROWS[0], {'category': 'qa', 'turns': ['']})}")
+    with pytest.raises(SelfspecError, match=r"qualitative\.parquet, row 1: 'category' is missing; expected a name"):
+        read_prompts(f"speed-bench:{speed_bench(tmp_path, {'turns': ['x']})}")
+    with pytest.raises(SelfspecError, match=r"qualitative\.parquet, row 1: 'turns' must be a list of texts"):
+        read_prompts(f"speed-bench:{speed_bench(tmp_path, {'category': 'qa'})}")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    with pytest.raises(SelfspecError, match=r"broken\.parquet: not a parquet file that can be read"):
+        read_prompts(f"speed-bench:{tmp_path}/broken.parquet")
+    with pytest.raises(SelfspecError, match=r"no\.parquet: no such file"):
+        read_prompts(f"speed-bench:{tmp_path}/no.parquet")
+    with pytest.raises(SelfspecError, match="speed-bench: names no file; expected speed-bench:PATH, the path of SPEED"):
+        read_prompts("speed-bench:")
 
 
 def test_a_home_folder_is_found(tmp_path, monkeypatch):
