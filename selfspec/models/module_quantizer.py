@@ -7,25 +7,27 @@ with quantised copies of the weights, or, in full precision, with the weights th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import SubLayer
 from selfspec.models.families.experts import ExpertParts, ExpertProducts
 from selfspec.models.layout import suits_native
-from selfspec.models.linears import Call, Group, Moved, PartLinear, is_exact, linear_over
+from selfspec.models.linears import Call, Group, Moved, PartLinear, is_exact, is_plain, linear_over
 from selfspec.models.low_precision import Bits, Kernel, bytes_of, is_quantizable
 from selfspec.models.native import NativeProduct
 from selfspec.models.path_modules import Int4Weights, Trained
 from selfspec.models.quantized_sublayers import WeightQuantizer, bytes_of_experts
-from selfspec.models.structure import Forwards, Structure, find_structure
+from selfspec.models.structure import Absent, Forwards, Structure, find_structure
 
 SUB_LAYERS: tuple[SubLayer, SubLayer] = ("attention", "mlp")
 _FEWEST = 16  # linears of fewer outputs or inputs, such as gates and adapters of a low rank, are not quantised
@@ -44,7 +46,7 @@ def recording_inputs(model: nn.Module) -> Iterator[Inputs]:
         if args:
             inputs[module] = id(tensors.setdefault(id(args[0]), args[0]))
 
-    hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, nn.Linear)]
+    hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
     try:
         yield inputs
     finally:
@@ -64,7 +66,7 @@ def quantizer_of(model: Any, inputs: Inputs | None = None, kernel: Kernel | None
 class _Quantizable:
     """The modules of a sub-layer that can be quantised: groups of linears, and modules with the weights of experts."""
 
-    groups: Sequence[Group]
+    groups: Sequence[_NamedLinears]
     experts: Sequence[ExpertParts]
 
     def bytes(self, bits: Bits) -> int:
@@ -177,25 +179,75 @@ class ModuleQuantizer(WeightQuantizer):
     def _quantizable(self, index: int, part: SubLayer, bits: Bits) -> _Quantizable | None:
         """Return the modules of a sub-layer to quantise; None if they hold the smaller part of its weights."""
         module = (self.structure.attention if part == "attention" else self.structure.mlp)[index]
-        groups = [group for parent in module.modules() for group in self._groups_of(parent, bits)]
+        parents: Iterable[nn.Module] = module.modules()
+        if part == "mlp" and isinstance(module, Absent):  # OPT, for one: an MLP's linears are the layer's own children
+            parents = [self.structure.layers[index]]
+        groups = [group for parent in parents for group in self._groups_of(parent, bits)]
         experts = [parts for parts in map(_expert_parts, module.modules()) if parts and bytes_of_experts(parts, bits)]
         linears = [linear for group in groups for linear in group.modules]
         fits = sum(linear.in_features * linear.out_features for linear in linears)
         fits += sum(weight.numel() for parts in experts for pair in parts.each() for weight, _ in pair)
-        rest = sum(parameter.numel() for parameter in module.parameters()) - fits
+        rest = max(0, sum(parameter.numel() for parameter in module.parameters()) - fits)
         return _Quantizable(groups, experts) if fits and rest <= _LARGEST_REST * (fits + rest) else None
 
-    def _groups_of(self, parent: nn.Module, bits: Bits) -> Iterator[Group]:
+    def _groups_of(self, parent: nn.Module, bits: Bits) -> Iterator[_NamedLinears]:
         """Yield the children of a module that are linears to quantise, those with the same input as one group."""
+        linears = {name: linear for name, child in parent.named_children() if (linear := _linear_of(child)) is not None}
         by_input: dict[Any, list[str]] = {}
-        for name, child in parent.named_children():
-            linear: Any = child if isinstance(child, (nn.Linear, PartLinear)) else None
-            if linear is None or min(linear.in_features, linear.out_features) < _FEWEST:
-                continue
-            if is_quantizable([linear], bits):
-                by_input.setdefault(self.inputs.get(child, name), []).append(name)
+        for name, linear in linears.items():
+            if min(linear.in_features, linear.out_features) >= _FEWEST and is_quantizable([linear], bits):
+                by_input.setdefault(self.inputs.get(getattr(parent, name), name), []).append(name)
         for names in by_input.values():
-            yield Group(parent, tuple(names))
+            yield _NamedLinears(SimpleNamespace(**linears), tuple(names), of=parent)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _NamedLinears(Group):
+    """Linears that read the same input; `of` is the module whose children they are, or stand for."""
+
+    of: nn.Module
+
+    @property
+    def replaced(self) -> list[nn.Module]:
+        """The modules whose forwards are replaced, in the order of `modules`."""
+        return [getattr(self.of, name) for name in self.names]
+
+
+def _linear_of(module: nn.Module) -> Any:
+    """Return the linear that a module is or computes, for a quantised copy; None if it computes something else.
+
+    GPT-2's `Conv1D` is a linear whose weight is stored by columns. A subclass of `nn.Linear` with a forward of its own,
+    such as Falcon's, is one if it computes the same on an example.
+    """
+    if isinstance(module, PartLinear) or type(module) is nn.Linear:
+        return module
+    if not (isinstance(module, (nn.Linear, Conv1D)) and is_plain(module) and type(module.weight) is nn.Parameter):
+        return None
+    weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+    if not weight.is_floating_point() or weight.is_meta or not _computes_linear(module, weight):
+        return None
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, device="meta")
+    linear.weight, linear.bias = nn.Parameter(weight.detach(), requires_grad=False), module.bias
+    return linear
+
+
+def _computes_linear(module: Any, weight: Tensor) -> bool:
+    """Return whether a module computes the linear of `weight` and its bias; found out once for each class."""
+    known: bool | None = _LINEAR_CLASSES.get(type(module))
+    if known is None:
+        x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
+        try:
+            with torch.no_grad():
+                found, expected = module(x), nn.functional.linear(x, weight, module.bias)
+            known = bool(torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())))
+        except Exception:  # whatever a class of another library raises
+            known = False
+        _LINEAR_CLASSES[type(module)] = known
+    return known
+
+
+_LINEAR_CLASSES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def on_any_shape(product: Call) -> Callable[[Tensor], Tensor]:
@@ -232,10 +284,10 @@ class _SharedProduct(threading.local):
         return mine
 
 
-def _forwards_of(group: Group, product: Call) -> Forwards:
+def _forwards_of(group: _NamedLinears, product: Call) -> Forwards:
     """Return the forwards of linears whose fused product is `product`."""
     if len(group.names) == 1:
-        return {group.module: on_any_shape(product)}
+        return {group.replaced[0]: on_any_shape(product)}
     shared, parts, start = _SharedProduct(product), list[tuple[int, int]](), 0
     for module in group.modules:
         parts.append((start, module.out_features))
@@ -244,7 +296,7 @@ def _forwards_of(group: Group, product: Call) -> Forwards:
     def forward_from(first: int) -> Callable[[Tensor], Tensor]:
         return lambda x: shared.part(x, first, parts)
 
-    return {module: forward_from(first) for module, (first, _) in zip(group.modules, parts, strict=True)}
+    return {module: forward_from(first) for module, (first, _) in zip(group.replaced, parts, strict=True)}
 
 
 def _expert_parts(module: nn.Module) -> ExpertParts | None:

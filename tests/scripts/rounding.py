@@ -5,8 +5,9 @@
 The model continues calibration prompts by sampling; the quantisers read the linears' inputs on these texts. It
 continues held-out prompts greedily. At each position of these texts, the draft reads the model's keys, and its own
 keys for the last four tokens. Printed are the share of positions where draft and model have the same best token, the
-means of 1 - TV at temperature 0.8 and of the KL divergence, and the processor seconds of quantising. All attention
-and MLP linears are in int4, the head in int8.
+means of 1 - TV at temperature 0.8 and of the KL divergence, how well the probability of the draft's best token tells
+right ones from wrong ones (the area under the ROC curve), and the processor seconds of quantising. All attention and
+MLP linears are in int4, the head in int8.
 
 `--shift`: the number of inputs by which groups are shifted. A model whose weights come from a 4-bit file loses
 nothing on that file's own groups, so its figures would be too good; shift by half the file's group size.
@@ -24,6 +25,7 @@ import built_in
 import torch
 from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.target_text import TargetText
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 import selfspec
@@ -85,7 +87,8 @@ def quantised(llm: selfspec.LLM, method: str, group: int, texts: Sequence[Sequen
 
 def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TargetText]) -> str:
     """The figures of one path, over all places of the texts."""
-    compiled, same, shared, apart, places = runtime.compile(path), 0, 0.0, 0.0, 0
+    compiled, shared, apart = runtime.compile(path), 0.0, 0.0
+    right, confident = list[Tensor](), list[Tensor]()
     for text in texts:
         ids, n = torch.tensor([text.tokens]), len(text.tokens)
         starts = [s for s in range(text.prompt_length - 1, n - 1) if s >= OWN]
@@ -102,12 +105,17 @@ def agreement(runtime: Runtime, path: DraftPath, texts: Sequence[TargetText]) ->
                 ids[:, positions[0]], positions, path=compiled, slots=torch.arange(n, slots)[None], mask=mask
             ).logits[0, OWN - 1 :: OWN]
         target = whole[starts]
-        same += int((target.argmax(-1) == drafted.argmax(-1)).sum())
+        right.append(target.argmax(-1) == drafted.argmax(-1))
+        confident.append(drafted.softmax(-1).amax(-1))
         p, q = target.log_softmax(-1), drafted.log_softmax(-1)
         apart += float((p.exp() * (p - q)).sum())
         shared += float(torch.minimum((target / 0.8).softmax(-1), (drafted / 0.8).softmax(-1)).sum())
-        places += len(starts)
-    return f"agree {same / places:.3f}, 1 - TV {shared / places:.3f}, KL {apart / places:.4f}, {places} places"
+    same, places = torch.cat(right), sum(map(len, right))
+    auc = roc_auc_score(same, torch.cat(confident))
+    return (
+        f"agree {same.float().mean():.3f}, 1 - TV {shared / places:.3f}, KL {apart / places:.4f}, AUC {auc:.2f}, "
+        f"{places} places"
+    )
 
 
 def main() -> None:

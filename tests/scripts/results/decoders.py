@@ -183,12 +183,15 @@ def openvino_methods(given: dict[str, Any]) -> dict[str, Decode]:
     return {given["name"]: run}
 
 
-def quantise(source: str, target: str) -> None:
-    """Write a GGUF file in Q8_0 by llama.cpp."""
+FILE_TYPES = ("F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_1", "Q4_0")  # names of LLAMA_FTYPE_MOSTLY_...
+
+
+def quantise(source: str, target: str, kind: str = "Q8_0") -> None:
+    """Write a GGUF file of weights of this kind, one of `FILE_TYPES`, by llama.cpp."""
     import llama_cpp as lib
 
     how = lib.llama_model_quantize_default_params()
-    how.ftype = lib.LLAMA_FTYPE_MOSTLY_Q8_0
+    how.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind}")
     if lib.llama_model_quantize(source.encode(), target.encode(), how):
         raise SystemExit(f"llama.cpp cannot quantise {source}")
 

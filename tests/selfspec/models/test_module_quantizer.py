@@ -6,9 +6,9 @@ import pytest
 import torch
 from families import FAMILY_CONFIGS
 from layouts import needs_native
-from models import CONFIGS, SIZES, tiny
+from model_types import tiny_model
+from models import CONFIGS, tiny
 from torch import nn
-from transformers import GPT2Config
 
 from selfspec.models import layout
 from selfspec.models.layout import measure_as_stored
@@ -62,10 +62,43 @@ def test_linears_of_one_input_are_computed_once_and_again_for_another():
     torch.testing.assert_close(forwards[mlp.gate_proj](changing), 2 * before)
 
 
+class Doubled(nn.Linear):
+    """A subclass of `nn.Linear` that computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parent", "names"),
+    [
+        ("gpt2", "transformer.h.1.mlp", ("c_fc", "c_proj")),  # stored by columns
+        ("falcon", "transformer.h.1.mlp", ("dense_h_to_4h", "dense_4h_to_h")),  # a subclass with its own forward
+        ("opt", "model.decoder.layers.1", ("fc1", "fc2")),  # children of the layer, without a module for the MLP
+    ],
+)
+def test_linears_of_other_kinds(model_type, parent, names):
+    model = tiny_model(model_type).double()
+    owner = model.get_submodule(parent)
+    linears = [getattr(owner, name) for name in names]
+    forwards, nbytes = made(model).sublayer(1, "mlp", 8)
+    assert set(forwards) == set(linears)
+    weights = [linear.weight.t() if model_type == "gpt2" else linear.weight for linear in linears]
+    assert nbytes == sum(bytes_of(8, *weight.shape) for weight in weights)
+    for linear, weight in zip(linears, weights, strict=True):
+        x = torch.randn(2, 3, weight.shape[1], dtype=torch.float64)
+        expected = nn.functional.linear(x, quantize(weight, 8).weight(x.dtype), linear.bias)
+        torch.testing.assert_close(forwards[linear](x), expected, atol=1e-12, rtol=1e-12)
+
+
 def test_what_is_mostly_of_other_modules_is_not_quantised():
-    model = tiny(GPT2Config(**{name: SIZES[name] for name in SIZES if name != "num_key_value_heads"}, n_inner=48))
+    model = tiny(CONFIGS["llama"])
+    mlp = model.model.layers[0].mlp
+    for name in ("gate_proj", "up_proj"):
+        other = Doubled(mlp.gate_proj.in_features, mlp.gate_proj.out_features, bias=False, dtype=torch.float64)
+        setattr(mlp, name, other)
     quantizer = quantizer_of(model)
-    assert quantizer.bytes(0, "mlp", 8) is quantizer.sublayer(0, "attention", 4) is None
+    assert quantizer.bytes(0, "mlp", 8) is quantizer.sublayer(0, "mlp", 4) is None
     assert quantizer.head_bytes(8) == bytes_of(8, 61, 32)
     model = tiny(CONFIGS["llama"])
     model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)
