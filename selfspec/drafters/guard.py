@@ -26,6 +26,7 @@ DRAFTED, LATELY = 8, 3  # numbers of latest drafted rounds: to estimate the next
 PROBE = 128  # tokens after which a plain round is due
 MOST = 20.0  # cap on a batch's slack, in plain rounds, so that time saved long ago cannot be lost now
 CHANGED = 0.25  # relative change of verification time after which plain timings are discarded
+PATIENCE = 32  # rounds without a draft, because of recorded times alone, after which these are discarded
 
 
 NOTHING = Limit(0, 0)
@@ -66,6 +67,7 @@ class _RoundTimes:
     `sequences`: the batch size of these rounds. `plain` and `step`, their median, are in seconds; the other times in
     steps, so that they hold where the context or the machine's speed has changed since. `parts`: one call for one
     sequence. `rest`: a drafted round minus its drafting, by the width in `WIDTHS` that holds a sequence's draft.
+    `denied`: rounds since the last draft in which these times alone left no time for one, of `patience` at most.
     """
 
     sequences: int = 1
@@ -75,6 +77,8 @@ class _RoundTimes:
     rest: dict[int, deque[float]] = field(default_factory=dict)
     lately: dict[int, deque[float]] = field(default_factory=dict)  # latest `rest`, by number of drafted tokens
     then: dict[int, float] = field(default_factory=dict)  # first median of `lately` since the last plain round
+    denied: int = 0
+    patience: int = PATIENCE
 
     def see_plain(self, seconds: float) -> None:
         """Add the time of a plain round."""
@@ -93,6 +97,9 @@ class _RoundTimes:
         """
         if not self.step:
             return  # nothing to compare with
+        self.denied = 0
+        if drafting + rest <= (1 + FIRST_REST) * self.step:
+            self.patience = PATIENCE
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
         for part, calls in work:
@@ -110,6 +117,21 @@ class _RoundTimes:
             then = self.then.setdefault(drafted, now)
             if not 1 / (1 + CHANGED) < now / then < 1 + CHANGED:
                 self.plain.clear()
+
+    def deny(self, seconds: float) -> None:
+        """Count a round that has no draft although the first draft of all would have fitted in `seconds`.
+
+        After `patience` such rounds the times of drafted rounds are discarded, since a machine that was busy when the
+        last drafts were timed would otherwise have none for ever. `patience` then doubles, until a draft is as fast as
+        was assumed of the first.
+        """
+        if not self.rest or seconds < (1 + FIRST_REST) * self.step:
+            return
+        self.denied += 1
+        if self.denied >= self.patience:
+            self.parts.clear()
+            self.rest.clear()
+            self.denied, self.patience = 0, 2 * self.patience
 
     def part(self, part: DraftCall) -> float:
         """Return the seconds of one draft call for one sequence; before the first such call, of a plain round."""
@@ -143,7 +165,8 @@ class Guard:
     A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
     nothing. t is the median of the latest plain rounds. Rounds are plain at the beginning (two rounds), after 128
     tokens without a plain round, where the bound leaves no time for a draft, and after the verification time of a
-    number of tokens has changed (two rounds). If the rest of a drafted round takes less than t, that rest counts as a
+    number of tokens has changed (two rounds). Recorded times that alone leave no time for a draft are discarded after 32
+    rounds, then after 64, and so on. If the rest of a drafted round takes less than t, that rest counts as a
     plain round. The estimated time of a draft is the sum over its calls, each at the second highest of that call's
     recent times. If the machine's speed varies, t follows its slower times. In a batch the bound holds for each
     sequence, against plain rounds of the same batch size; after `bound_together` it holds for the batch as a whole.
@@ -208,6 +231,7 @@ class Guard:
         self._round = _Round(self._clock(), self.round_times, timed, guided=guided) if timed else None
         seconds = self._to_spend(timed)
         if seconds <= self.round_times.seconds_besides_drafting() and len(timed) == len(self._accounts):
+            self.round_times.deny(seconds)
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
         share = 1 / max(1, len(timed.intersection(seqs)))
         allowed = [
@@ -216,7 +240,9 @@ class Guard:
         ]
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
         drafts = [NO_DRAFT] * len(seqs)
-        if may:
+        if not may:
+            self.round_times.deny(seconds)
+        else:
             proposed = self.drafter.propose([seqs[i] for i in may], [allowed[i] for i in may])
             for i, draft in zip(may, proposed, strict=True):
                 drafts[i] = draft

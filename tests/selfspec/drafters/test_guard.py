@@ -282,6 +282,34 @@ def test_one_disturbed_round_does_not_end_drafting():
     assert drafter.made > 30
 
 
+class BusyAtFirst(Chain):
+    """The first drafts take 40 times as long, as if other programs had run or weights had been prepared."""
+
+    def propose(self, seqs, limits):
+        drafts = super().propose(seqs, limits)
+        self.clock.now += 40.0 * (bool(len(drafts[0])) and self.made <= 3)
+        return drafts
+
+
+def test_drafts_timed_on_a_busy_machine_do_not_end_drafting_for_good():
+    """In short texts too, none of which saves up the time that such a draft would need."""
+    clock = Clock()
+    guard = Guard(BusyAtFirst(clock, 0.2), clock=clock)
+    for _ in range(8):
+        decode(guard, clock, 48, accepted=lambda n: 12)
+    took, usual, _ = decode(guard, clock, 48, accepted=lambda n: 12)
+    assert took < 0.6 * usual
+
+
+def test_drafts_that_stay_slow_are_tried_again_ever_more_rarely():
+    clock = Clock()
+    chain = Chain(clock, 5.0)
+    guard = Guard(chain, clock=clock)
+    for _ in range(100):
+        decode(guard, clock, 48, accepted=lambda n: 0)
+    assert chain.made <= 1 + 7  # 4,800 tokens: after 32, 64, ... denied rounds
+
+
 def test_what_it_knows_of_the_machine_outlasts_a_sequence():
     clock = Clock()
     drafter = Chain(clock, 0.3, 4)
