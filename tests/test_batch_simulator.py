@@ -41,12 +41,12 @@ def trace(*texts, verify=lambda n: 1.0, draft=lambda n: 0.1):
 
 
 def test_rounds_take_what_they_cost_and_tokens_come_when_they_end(simulator):
-    """A prompt's pass and eleven rounds; with drafts of 4, rounds of 5, 5 and 1 tokens, the last without a draft."""
-    found = simulator.compared(trace(recorded(4)), [simulator.Text(**recorded(4))], [2.0], 1, cached=False)
+    """A prompt of three tokens and eleven rounds; with drafts of 4, rounds of 5, 5 and 1 tokens, the last undrafted."""
+    found = simulator.compared(trace(recorded(4)), [simulator.Text(**recorded(4))], [2.0], 1, prefill=0.5)
     plain, fixed, oracle = found["plain"], found["fixed 4"], found["oracle"]
-    assert (plain.tokens, plain.seconds, plain.first) == (NEW, pytest.approx(2 + 12), [pytest.approx(1.0)])
+    assert (plain.tokens, plain.seconds, plain.first) == (NEW, pytest.approx(2 + 1.5 + 11), [pytest.approx(1.5)])
     assert plain.between == pytest.approx([1.0] * 11)
-    assert (fixed.tokens, fixed.drafted, fixed.seconds) == (NEW, 8, pytest.approx(2 + 1 + 1.4 + 1.4 + 1))
+    assert (fixed.tokens, fixed.drafted, fixed.seconds) == (NEW, 8, pytest.approx(2 + 1.5 + 1.4 + 1.4 + 1))
     assert fixed.between == pytest.approx([0.28] * 10 + [1.0])
     assert oracle.seconds == pytest.approx(fixed.seconds)
 
@@ -54,7 +54,7 @@ def test_rounds_take_what_they_cost_and_tokens_come_when_they_end(simulator):
 def test_nothing_is_lost_to_drafts_that_are_never_right(simulator):
     """The oracle drafts nothing; a fixed length loses four passes a round while it may draft as many."""
     texts = [simulator.Text(**recorded(0))] * 4
-    found = simulator.compared(trace(recorded(0)), texts, [0.0] * 4, 2, cached=True)
+    found = simulator.compared(trace(recorded(0)), texts, [0.0] * 4, 2, prefill=0.0)
     assert found["oracle"].drafted == 0
     assert found["oracle"].seconds == pytest.approx(found["plain"].seconds)
     assert found["plain"].seconds < found["allocated"].seconds < found["fixed 4"].seconds
@@ -64,7 +64,7 @@ def test_every_policy_emits_all_tokens_and_the_oracle_is_fastest(simulator):
     steps = {"verify": lambda n: 1 + 0.08 * max(n - 6, 0), "draft": lambda n: 0.15 + 0.01 * n}
     texts = [recorded(right) for right in (0, 2, 4)]
     every = [simulator.Text(**texts[i % 3]) for i in range(30)]
-    found = simulator.compared(trace(*texts, **steps), every, [0.5 * i for i in range(30)], 4, cached=False)
+    found = simulator.compared(trace(*texts, **steps), every, [0.5 * i for i in range(30)], 4, prefill=0.01)
     assert {played.tokens for played in found.values()} == {30 * NEW}
     assert all(len(played.first) == 30 and len(played.between) == 30 * (NEW - 1) for played in found.values())
     assert all(found["oracle"].seconds <= played.seconds for played in found.values())

@@ -16,7 +16,7 @@ from .batch_allocation import allocate_tokens
 HORIZON = 8  # most further tokens of a sequence that are considered: an expensive row may precede cheap rows
 FIRST, KNOWN = 0.7, 8.0  # prior acceptance rate of a draft's first token, and its weight in drafts
 MEMORY = 0.98  # decay of the observations in each round
-MARGIN = 1.2  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
+MARGIN = 1.1  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
 PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; largest deviation of a round, in expected costs
 LOOKUP_PRIOR = 16.0  # prior weight of the proposers' chances of lookup tokens, in tokens
 STEPS_KNOWN = 64.0  # prior weight of plain decoding's speed (one token a sequence and plain round), in plain rounds
