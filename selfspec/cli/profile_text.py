@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from selfspec.controllers.batch_scheduler import most_paying_sequences
 from selfspec.profile.draft_spec import Below, DraftSpec, ProposerSpec
 from selfspec.profile.schema import Calibration, Measurement, Prediction, Profile, Published, SearchRecord
 from selfspec.types.confidence import Confidence
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import WORDS, Mode
+from selfspec.types.limits import MOST_ROWS
+from selfspec.types.round_costs import PassCosts
 
 LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
 SKIP_MAP_FIELDS = ("skip", "int8", "int4")  # fields of the draft that the skip map shows
@@ -30,7 +33,7 @@ def facts(profile: Profile) -> dict[str, list[str]]:
         "calibration": _calibration(profile.calibration) if profile.calibration else [],
         "search": _search(profile.search) if profile.search else [],
         "costs": _costs(profile.costs) if profile.costs else [],
-        "predicted": _predicted(profile.predicted) if profile.predicted else [],
+        "predicted": _predicted(profile.predicted, profile.costs) if profile.predicted else [],
         "measured": [line for m in profile.measured for line in _measured(m)] or [measurement_status(profile)],
         "note": [profile.note] if profile.note else [],
         "also": [other.draft.summary for other in profile.also],
@@ -178,8 +181,16 @@ def _costs(costs: CostModel) -> list[str]:
     ]
 
 
-def _predicted(p: Prediction) -> list[str]:
-    return [f"{p.speedup:g}x plain decoding, acceptance {p.acceptance_rate:.0%}"]
+def _predicted(p: Prediction, costs: CostModel | None) -> list[str]:
+    lines = [f"{p.speedup:g}x plain decoding, acceptance {p.acceptance_rate:.0%}"]
+    if costs is not None:
+        prices = PassCosts.from_cost_model(costs, p.draft_cost * costs.plain)
+        most = most_paying_sequences(prices, p.acceptance_rate, most=MOST_ROWS)
+        more = " or more" if most == MOST_ROWS else ""
+        lines.append(
+            f"drafting pays for up to {most}{more} sequences decoded together" if most else "drafting never pays"
+        )
+    return lines
 
 
 def _measured(m: Measurement) -> list[str]:

@@ -5,7 +5,10 @@ Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate, islice, takewhile
+from operator import mul
 
 from .base import Controller
 
@@ -40,9 +43,17 @@ class DraftLoop:
             return confidence >= self._controller.min_confidence(len(self.confidences))
         return self._controller.go_on(self.confidences)
 
-    def acceptance_chances(self, first: float) -> tuple[float, float]:
-        """Return the controller's `acceptance_chances`; `first`: the recent acceptance rate of drafts' first tokens."""
-        return self._controller.acceptance_chances(self.confidences, first)
+    def survival_chances(self, first: float, most: int) -> list[float]:
+        """Return the chances that the 1st, 2nd, .. further token is accepted, all tokens before it included.
+
+        At most `most` chances, and only of tokens that the draft may still have. `first`: the recent acceptance rate of
+        drafts' first tokens.
+        """
+        drafted, controller = len(self.confidences), self._controller
+        may = takewhile(lambda n: not n or controller.min_confidence(n) < math.inf, range(drafted, self._depth))
+        further = sum(1 for _ in islice(may, most))
+        upcoming, later = controller.acceptance_chances(self.confidences, first)
+        return list(accumulate([upcoming, *[later] * (further - 1)], mul)) if further else []
 
     def candidates(self, most: int, *, nodes: int) -> Sequence[int]:
         """Return the number of candidates of each drafted position, drafted token included: 1 to `most`.

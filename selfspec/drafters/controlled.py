@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler, Controller
+from selfspec.controllers.batch_allocation import AcceptanceHistory
 from selfspec.proposers.base import Proposal
 from selfspec.proposers.chain import ProposerChain, ProposerState
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -52,9 +53,11 @@ class ControlledDrafter:
         self.proposer_chain = proposer_chain
         self._own: dict[SequenceState, Controller] = {}
         self._proposer_states: dict[SequenceState, ProposerState] = {}
+        self._histories: dict[SequenceState, AcceptanceHistory] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Create the sequence's proposer state, and for a seeded sequence a fresh controller."""
+        """Create the sequence's proposer state and acceptance history, and for a seeded sequence a fresh controller."""
+        self._histories[seq] = AcceptanceHistory()
         self._proposer_states[seq] = self.proposer_chain.new_state(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
@@ -62,6 +65,7 @@ class ControlledDrafter:
     def end(self, seq: SequenceState) -> None:
         """Pass the text to the proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
         self._own.pop(seq, None)
+        self._histories.pop(seq, None)
         if (state := self._proposer_states.pop(seq, None)) is not None:
             state.finish(seq.tokens)
 
@@ -72,11 +76,18 @@ class ControlledDrafter:
             return
         accepted = sum(node < len(draft.confidence) for node in path)
         other = len(path) > accepted
+        if seq in self._histories:
+            self._histories[seq].record(accepted > 0)
         self.controller_of(seq).observe(draft.confidence, accepted, candidates=len(draft), other=other)
 
     def controller_of(self, seq: SequenceState) -> Controller:
         """Return the controller of a sequence's drafts."""
         return self._own.get(seq, self.controller)
+
+    def first_chance(self, seq: SequenceState, shared: float) -> float:
+        """Return the chance that the first token of the sequence's next draft is accepted; `shared`: in all drafts."""
+        history = self._histories.get(seq)
+        return shared if history is None else history.chance(shared)
 
     def proposer_state(self, seq: SequenceState) -> ProposerState:
         """Return the sequence's proposer state; an empty state if `begin` was not called, as in cost measurements."""

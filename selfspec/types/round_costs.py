@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.types.costs import CostModel
+from selfspec.types.limits import MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,12 @@ class PassCosts:
     def from_measurements(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> PassCosts:
         """Interpolate measured costs, given by number of tokens, up to `most` tokens; costs never fall with tokens."""
         return cls(_filled(verify, most), _filled(draft, most))
+
+    @classmethod
+    def from_cost_model(cls, costs: CostModel, draft: float) -> PassCosts:
+        """Return the costs of a profile, which are of one sequence; `draft`: the seconds of a draft step."""
+        full = (costs.round + costs.verification(rows) for rows in range(1, MOST_ROWS + 1))
+        return cls((0.0, *full), (0.0, *costs.passes(draft)))
 
     def verified(self, tokens: int) -> float:
         """Return the seconds of a full pass over `tokens` tokens."""
