@@ -116,13 +116,27 @@ class BatchDraftScheduler:
         rate = MARGIN * self.rate
         best, taken = 0.0, 0
         for j in (j for j in FURTHER if j <= most):
-            brings = j if later >= 1 else (1 - later**j) / (1 - later)
+            brings = _accepted(later, j)
             for k, hope in enumerate(sums, start=1):
                 takes = j * self._drafted(k) + self._wider(verified, k * j)
                 worth = hope * brings - rate * takes
                 if worth > best:
                     best, taken = worth, k
         return order[:taken]
+
+    def common_length(self, chances: Sequence[float], later: float, lengths: Sequence[int]) -> int:
+        """Return which of `lengths` all sequences draft, the one that is worth most; 0 if none is worth its cost.
+
+        For a round that is launched whole, so that one decision holds for all of its draft passes. `chances` and
+        `later` are as in `select_drafting`.
+        """
+        self.later = later
+        rows, hope, rate = len(chances), sum(chances), MARGIN * self.rate
+
+        def worth(n: int) -> float:
+            return hope * _accepted(later, n) - rate * (n * self._drafted(rows) + self._wider(rows, rows * n))
+
+        return max((0, *lengths), key=worth)
 
     def lookup_lengths(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
@@ -199,6 +213,15 @@ class BatchDraftScheduler:
         self._drafting += self.prices.drafted(tokens)
         self._spent += seconds
 
+    def record_common(self, passes: int, rows: int) -> None:
+        """Record that a round launched whole had so many draft passes over `rows` tokens.
+
+        It is timed as a whole; they are taken to have had their expected share, so that any other time corrects the
+        cost of verification.
+        """
+        for _ in range(passes):
+            self.record_pass(rows, self._drafted(rows))
+
     def record_draft(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
         """Record the result of a sequence's draft in this round.
 
@@ -213,3 +236,8 @@ class BatchDraftScheduler:
             self._right += accepted > 0
         else:
             self._got += accepted
+
+
+def _accepted(later: float, tokens: int) -> float:
+    """Return how many of `tokens` tokens are accepted if the first is, each after it with the chance `later`."""
+    return tokens if later >= 1 else (1 - later**tokens) / (1 - later)
