@@ -114,6 +114,21 @@ class BatchDraftScheduler:
         self.later = sum(later) / len(later) if later else self.later
         return allocate_tokens(chances, MARGIN * self.rate, self._drafted, lambda more: self._wider(verified, more))
 
+    def common_length(self, chances: Sequence[float], later: float, lengths: Sequence[int]) -> int:
+        """Return which of `lengths` all sequences draft, the one that is worth most; 0 if none is worth its cost.
+
+        For a round that is launched whole, so that one decision holds for all of its draft passes. `chances[i]`: the
+        chance that the first token of sequence i is accepted; `later`: the chance that a token is accepted if the token
+        before it is.
+        """
+        self.later = later
+        rows, hope, rate = len(chances), sum(chances), MARGIN * self.rate
+
+        def worth(n: int) -> float:
+            return hope * _accepted(later, n) - rate * (n * self._drafted(rows) + self._wider(rows, rows * n))
+
+        return max((0, *lengths), key=worth)
+
     def lookup_lengths(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
 
@@ -189,6 +204,15 @@ class BatchDraftScheduler:
         self._drafting += self.prices.drafted(tokens)
         self._spent += seconds
 
+    def record_common(self, passes: int, rows: int) -> None:
+        """Record that a round launched whole had so many draft passes over `rows` tokens.
+
+        It is timed as a whole; they are taken to have had their expected share, so that any other time corrects the
+        cost of verification.
+        """
+        for _ in range(passes):
+            self.record_pass(rows, self._drafted(rows))
+
     def record_draft(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
         """Record the result of a sequence's draft in this round.
 
@@ -217,3 +241,8 @@ def most_paying_sequences(prices: PassCosts, acceptance_rate: float, *, most: in
         if not any(scheduler.draft_lengths(chances, verified=rows)):
             return rows - 1
     return most
+
+
+def _accepted(later: float, tokens: int) -> float:
+    """Return how many of `tokens` tokens are accepted if the first is, each after it with the chance `later`."""
+    return tokens if later >= 1 else (1 - later**tokens) / (1 - later)

@@ -25,7 +25,7 @@ class PlainDrafter:
         """Return an empty draft for each sequence."""
         return [NO_DRAFT] * len(seqs)
 
-    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan:
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan:
         """Return a plain decode step."""
         return RoundPlan()
 

@@ -169,8 +169,8 @@ class Engine:
         if self.prefilled:
             outcomes = one_round(self._prefilled, self.drafter, seqs, list(limits.values()))
             self._prefilled.outputs.clear()
-        elif (outcome := self._overlapped.step(limits, ahead=not self._prefilling)) is not None:
-            outcomes = [outcome]
+        elif (on_device := self._overlapped.step(limits, ahead=not self._prefilling)) is not None:
+            outcomes = on_device
         else:
             outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
         for seq in seqs:

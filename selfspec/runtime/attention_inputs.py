@@ -18,7 +18,8 @@ from selfspec.runtime.rotary import RotaryTable
 class PassInputs(NamedTuple):
     """Shape, positions, slots, mask and cache rows of a pass over tokens `[batch, n]`; see `Runtime.forward`.
 
-    `causal`: whether `mask` shows a token exactly the slots up to its own, which equal their tokens' positions.
+    `causal`: whether `mask` shows a token exactly the slots up to its own, which equal their tokens' positions; padding
+    alone is written elsewhere, see `Cache.spare`.
     """
 
     batch: int

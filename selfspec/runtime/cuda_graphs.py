@@ -280,14 +280,15 @@ class Graphs:
         with clock_stopped(), fused_backends(self.device):
             return self._recorder.record(body, self._pool)
 
-    def causal_inputs(self, slots: Tensor, kv_len: int, rows: slice) -> PassInputs:
+    def causal_inputs(self, slots: Tensor, positions: Tensor, kv_len: int, rows: slice, *, alike: bool) -> PassInputs:
         """Return the inputs of a pass to capture over tokens at `slots` `[B, n]`, each of which sees all up to its own.
 
-        Slots equal positions. `kv_len`: the KV length that is captured, beyond every slot.
+        Slots equal positions, except those of padding. `kv_len`: the KV length that is captured, beyond every slot but
+        padding's. `alike`: whether all sequences have the same slots.
         """
         batch, n = slots.shape
-        mask = self._numbers[:kv_len] <= slots[:1].unsqueeze(-1)
-        return PassInputs(batch, n, slots, slots, mask, rows, causal=True)
+        mask = self._numbers[:kv_len] <= (slots[:1] if alike else slots).unsqueeze(-1)
+        return PassInputs(batch, n, positions, slots, mask, rows, causal=True)
 
     def _capture(self, compiled: LeanPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
@@ -295,7 +296,7 @@ class Graphs:
 
         def body() -> ForwardOutput:
             if inputs.mask is None:
-                pass_inputs = self.causal_inputs(inputs.slots, shape.kv_len, rows)
+                pass_inputs = self.causal_inputs(inputs.slots, inputs.slots, shape.kv_len, rows, alike=True)
             else:
                 pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, inputs.mask, rows)
             return self.passes.forward(

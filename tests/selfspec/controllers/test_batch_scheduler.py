@@ -35,6 +35,15 @@ def test_where_every_token_costs_as_much_nobody_drafts():
     assert going(begun(STEEP, 4), [0.9, 0.95, 0.9, 0.99], 0.9, verified=4, most=8) == []
 
 
+def test_one_length_for_all_is_as_long_as_pays():
+    """A longer draft pays where later tokens are as sure, and costs are those of all sequences together."""
+    lengths = (1, 2, 4, 6, 8, 12)
+    assert begun(FLAT, 4).common_length([0.9] * 4, 0.95, lengths) == 12
+    assert begun(FLAT, 4).common_length([0.9] * 4, 0.3, lengths) == 2
+    assert begun(STEEP, 4).common_length([0.9] * 4, 0.95, lengths) == 0
+    assert begun(FLAT, 4).common_length([0.9] * 4, 0.95, ()) == 0
+
+
 def test_those_with_most_hope_draft():
     """Up to eight tokens a pass costs nothing more, beyond as much as it brings."""
     wide = PassCosts((0.0, *[1.0] * 8, *(1.0 + n for n in range(1, 57))), (0.0, *[0.001] * 64))

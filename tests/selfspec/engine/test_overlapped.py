@@ -78,7 +78,7 @@ class Lagging(LayerSkipDrafter):
     proposing = False
 
     def _plan(self, seq):
-        self.plan = self.plan_round(seq, Limit(64), ahead=False)
+        self.plan = self.plan_round([seq], Limit(64), ahead=False)
         self.as_planned = copy.deepcopy(self.controller_of(seq))
 
     def controller_of(self, seq):
@@ -251,7 +251,7 @@ def test_under_a_guard(model, sampler):
 
 
 def test_sequences_that_come_and_go(model):
-    """Alone on the device, together on the host; each has the text that it has alone."""
+    """Alone and together on the device; each has the text that it has alone."""
     prompts = [PROMPT, [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
     alone = [plain(host(model), prompt, 40) for prompt in prompts]
     runtime = device(model, rows=2)
