@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from selfspec.types.acceptance import AcceptanceCurve
-from selfspec.types.round_costs import PassCosts
+from selfspec.types.costs import PassCosts
 
 FILE = Path(__file__).parent / "scripts" / "batch_simulator.py"
 NEW, DEPTH = 12, 4

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from selfspec.types.round_costs import PassCosts
+from selfspec.types.costs import PassCosts
 
 from .batch_allocation import allocate_tokens
 

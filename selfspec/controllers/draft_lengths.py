@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from selfspec.types.stopping import StoppingRule
+from selfspec.types.controller import StoppingRule
 
 FIRST = 4.0  # tokens of a draft assumed before the first one
 MEMORY = 0.5  # weight that earlier drafts keep with each further one

@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from selfspec.basics.clock import clock
+from selfspec.basics.machine import clock
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
 from selfspec.controllers.batch_scheduler import HORIZON
 from selfspec.drafters.controlled import ControlledDrafter, as_draft, check_candidates
-from selfspec.proposers.base import NO_PROPOSAL, Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import NO_PROPOSAL, Proposal, ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_work import DRAFT_PATH, passes_of, with_head_steps
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 @dataclass(slots=True)

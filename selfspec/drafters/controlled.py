@@ -1,19 +1,20 @@
-"""Base class of the drafters that a controller steers: the controller and proposer state of each sequence."""
+"""The base class of drafters that a controller steers, and the drafters that run no model: plain and lookup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import BatchDraftScheduler, Controller
+from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
 from selfspec.controllers.batch_allocation import AcceptanceHistory
-from selfspec.proposers.base import Proposal
-from selfspec.proposers.chain import ProposerChain, ProposerState
+from selfspec.proposers.base import Proposal, Proposer, ProposerChain, ProposerState
+from selfspec.runtime.device_rounds import RoundPlan
+from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import LOOKUP_WORK
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.draft_work import LOOKUP_WORK, NO_WORK, Work
+from selfspec.types.methods import WIDEST_DRAFT
 
 _NOTHING = ProposerChain().new_state()
 
@@ -98,3 +99,63 @@ class ControlledDrafter:
         state = self.proposer_state(seq)
         state.read(seq.tokens)
         return state.lookup(max_tokens, seq.ends)
+
+
+class LookupDrafter(ControlledDrafter):
+    """Drafter without a draft model: drafts the lookup tokens of the proposer with the most expected right tokens.
+
+    `controller` ends the draft, by each lookup token's chance to be right. Each seeded sequence gets a fresh copy of
+    the controller.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], controller: Controller) -> None:
+        super().__init__(controller, ProposerChain(proposers))
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return the work of one lookup draft, whatever its length."""
+        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Return a draft for each sequence; in a batch, the scheduler `load` may shorten the drafts."""
+        drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        if self.load is None or len(seqs) < 2:
+            return drafts
+        counts = self.load.lookup_lengths([draft.confidence for draft in drafts])
+        return [draft.backbone().first(count) for draft, count in zip(drafts, counts, strict=True)]
+
+    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
+        max_tokens = min(limit.depth, limit.nodes)
+        proposal = self.look_up(seq, max_tokens)
+        loop = DraftLoop(self.controller_of(seq), depth=max_tokens)
+        for chance in proposal.chances:
+            if not loop.record(chance):
+                break
+        return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)
+
+
+class PlainDrafter:
+    """Drafter without proposals: every round is one full pass over one token."""
+
+    hidden: Sequence[int] = ()
+    drafts = False
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        """Do nothing: the drafter has no state."""
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Return an empty draft for each sequence."""
+        return [NO_DRAFT] * len(seqs)
+
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan:
+        """Return a plain decode step."""
+        return RoundPlan()
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return no work."""
+        return NO_WORK
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Do nothing: the drafter does not learn."""
+
+    def end(self, seq: SequenceState) -> None:
+        """Do nothing: the drafter has no state."""

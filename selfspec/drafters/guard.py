@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from selfspec.basics.clock import clock
+from selfspec.basics.machine import clock
 from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -15,7 +15,7 @@ from selfspec.speculation.guides import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import NO_WORK, DraftCall, Work, steps_of
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
 FIRST_REST = 1.6  # assumed time of the first drafted round, drafting excluded, in plain rounds

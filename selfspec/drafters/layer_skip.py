@@ -9,8 +9,7 @@ from selfspec.controllers import Controller
 from selfspec.controllers.draft_lengths import DraftLengths
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
-from selfspec.proposers.base import Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import Proposal, ProposerChain
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
 from selfspec.speculation.drafter import Limit
@@ -18,11 +17,10 @@ from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft
-from selfspec.types.confidence import PROBABILITY, Confidence
-from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.controller import StoppingRule
+from selfspec.types.draft_path import DraftPath, SkipSet, as_path
 from selfspec.types.draft_work import Work, passes_of, with_head_steps
-from selfspec.types.skip import SkipSet
-from selfspec.types.stopping import StoppingRule
 
 
 class LayerSkipDrafter(ChainDrafter):

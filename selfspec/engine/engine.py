@@ -20,7 +20,7 @@ from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.rounds import one_round
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 class _Prefilled(ModelChecker):

@@ -9,7 +9,7 @@ from selfspec.runtime.device_rounds import Flight, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 class OverlappedRounds:

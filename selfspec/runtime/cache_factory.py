@@ -5,7 +5,7 @@ from __future__ import annotations
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.paged import BlockTables, PagedCache
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 def cache_of(

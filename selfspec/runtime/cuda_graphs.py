@@ -4,8 +4,8 @@ A pass over few tokens launches hundreds of small kernels, which takes the host 
 kernels. A captured pass reads tokens, positions, slots and masks from tensors of fixed shape, which are filled before
 each replay. Its KV length is rounded up, and the additional slots are masked. It copies no value back to the host.
 
-A pass is captured when its shape first occurs. The clock that times rounds stands still meanwhile (`basics/clock.py`),
-so that no draft is charged for a capture.
+A pass is captured when its shape first occurs. The clock that times rounds stands still meanwhile
+(`basics/machine.py`), so that no draft is charged for a capture.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfspec.basics.clock import clock_stopped
-from selfspec.basics.errors import reason
-from selfspec.basics.switches import switched
+from selfspec.basics.errors import reason, switched
+from selfspec.basics.machine import clock_stopped
 from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
 from selfspec.models.skeleton import Skeleton

@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError, reason
-from selfspec.basics.switches import switched
+from selfspec.basics.errors import SelfspecError, reason, switched
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath
 from selfspec.runtime.cuda_graphs import ROWS, SHAPES, Graphs, Replay
 from selfspec.runtime.device_noise import TiedNoise
@@ -33,9 +32,9 @@ from selfspec.speculation.host_sync import Transfer, to_device
 from selfspec.speculation.rules import greedy, match
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.controller import StoppingRule
 from selfspec.types.draft_work import passes_of
-from selfspec.types.stopping import StoppingRule
 
 ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 1 runs rounds on the device
 LENGTHS = (1, 2, 4, 6, 8, 12)  # draft lengths of captured rounds, besides 0: plain decode steps

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.speculation.sampling import gaps
-from selfspec.types.confidence import MIN_GAP, MIN_PROBABILITY, Confidence
+from selfspec.types.acceptance import MIN_GAP, MIN_PROBABILITY, Confidence
 
 
 class Chosen(NamedTuple):

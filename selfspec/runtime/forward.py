@@ -36,7 +36,7 @@ from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 WARM_ROWS = 9  # rows of a verification pass up to which passes are captured before a text's rounds
 _GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar length share one allocation

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.models.sizes import Sizes
+from selfspec.models.families.base import Sizes
 
 _ALIGNED = 8  # slots: CUDA's fused attention copies a mask whose rows do not start at multiples
 

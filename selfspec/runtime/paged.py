@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.sizes import Sizes
+from selfspec.models.families.base import Sizes
 from selfspec.runtime.cache_rows import CacheRows
 
 BLOCK = 64  # slots per block: a multiple of what kernels read at once, which is up to four vectors

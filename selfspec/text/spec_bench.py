@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.text.datasets_prompts import parquet_rows
-from selfspec.text.jsonl import check_unicode, json_rows
+from selfspec.text.prompt_template import check_unicode, json_rows
 
 CONVERSATION = "multi-turn conversation"  # the task of all MT-Bench categories, as in Spec-Bench's results
 _OF_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

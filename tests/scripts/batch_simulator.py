@@ -39,8 +39,7 @@ from selfspec.search.continuations import DecodingSettings, continue_prompts
 from selfspec.search.replay import Replay
 
 import selfspec
-from selfspec.basics.clock import clock
-from selfspec.basics.machine import machine
+from selfspec.basics.machine import clock, machine
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop, FixedK, make_controller
 from selfspec.controllers.batch_allocation import AcceptanceHistory, allocate_tokens
 from selfspec.controllers.batch_scheduler import FIRST, HORIZON, MARGIN
@@ -50,8 +49,8 @@ from selfspec.llm.prompt_encoding import encode
 from selfspec.text.prompt_files import read_prompts
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.limits import MOST_ROWS
-from selfspec.types.round_costs import PassCosts
+from selfspec.types.costs import PassCosts
+from selfspec.types.methods import MOST_ROWS
 
 DEPTH = 9  # longest recorded draft, in tokens
 PARTS = ("verify", "draft")  # of the costs

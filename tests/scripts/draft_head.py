@@ -26,8 +26,7 @@ from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 128_256
 

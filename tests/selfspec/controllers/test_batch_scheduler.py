@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler
 from selfspec.controllers.batch_scheduler import most_paying_sequences
-from selfspec.types.round_costs import PassCosts
+from selfspec.types.costs import PassCosts
 
 FLAT = PassCosts((0.0, *[1.0] * 64), (0.0, *[0.2] * 64))  # a pass costs what it costs, however wide
 STEEP = PassCosts(tuple(float(n) for n in range(65)), tuple(0.3 * n for n in range(65)))  # all is by the token

@@ -8,7 +8,7 @@ import torch
 from selfspec.controllers import FixedK
 from selfspec.controllers.batch_allocation import KNOWN
 from selfspec.drafters.controlled import ControlledDrafter
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler

@@ -21,11 +21,9 @@ from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.acceptance import PayoffModel
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.acceptance import Confidence, PayoffModel
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import NO_WORK, DraftCall, steps_of
-from selfspec.types.skip import SkipSet
 
 STEP = ForwardOutput(None)
 

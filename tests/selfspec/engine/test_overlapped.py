@@ -28,10 +28,9 @@ from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import passes_of
-from selfspec.types.skip import SkipSet
 
 VOCABULARY = 11
 PROMPT = [1, 4, 2, 9]

@@ -23,10 +23,9 @@ from selfspec.runtime.device_rounds import block_of
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.round_costs import PassCosts
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.costs import PassCosts
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2], [5, 5, 1]]

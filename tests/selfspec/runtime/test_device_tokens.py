@@ -10,7 +10,7 @@ import torch
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal
 from selfspec.runtime.device_tokens import choose, confidences, goes_on, leading
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
 
 TIED = Sampler(temperature=1.2, seed=3)
 
