@@ -11,7 +11,7 @@ from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.speculation.guides import guide_draft
+from selfspec.speculation.rounds import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import NO_WORK, DraftCall, Work, steps_of

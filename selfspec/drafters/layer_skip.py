@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from selfspec.controllers import Controller
-from selfspec.controllers.draft_lengths import DraftLengths
+from selfspec.controllers.draft_loop import DraftLengths
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.proposers.base import Proposal, ProposerChain

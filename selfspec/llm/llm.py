@@ -13,7 +13,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter, calibrate, make_drafter, make_guarded
 from selfspec.drafters.registry import make_layer_skip
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.default_profile import resolve_profile

@@ -22,7 +22,7 @@ from selfspec.basics.machine import clock, synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.registry import draft_path
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.models.families import is_lean, parts_of
 from selfspec.models.native_library import timing_key
 from selfspec.profile.schema import Profile

@@ -25,10 +25,9 @@ from selfspec.basics.machine import clock_stopped
 from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
 from selfspec.models.skeleton import Skeleton
-from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.attention_inputs import PassInputs, fused_backends
 from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.eager_runner import EagerRunner
-from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
 

@@ -18,20 +18,16 @@ from selfspec.models.low_precision import Kernel
 from selfspec.models.native_library import library
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
-from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.attention_inputs import Masks, PassInputs, fused_backends, rotary_tables
 from selfspec.runtime.base import CachedRuntime
 from selfspec.runtime.cache import ALL_ROWS, Cache
-from selfspec.runtime.cache_factory import cache_of
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath, Paths
 from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
 from selfspec.runtime.device_rounds import DeviceRounds, device_rounds
 from selfspec.runtime.eager_runner import EagerRunner
-from selfspec.runtime.fused_attention import fused_backends
-from selfspec.runtime.masks import Masks
 from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
-from selfspec.runtime.paged import BlockTables
-from selfspec.runtime.rotary import rotary_tables
+from selfspec.runtime.paged import BlockTables, cache_of
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft

@@ -30,9 +30,9 @@ from selfspec.models.native import (
 from selfspec.models.native_library import ACTIVATIONS, KINDS, available, library
 from selfspec.models.norms import NormData
 from selfspec.models.quantized_sublayers import BridgeModule
+from selfspec.runtime.attention_inputs import RotaryTable
 from selfspec.runtime.cache import Cache, Int8Copies
 from selfspec.runtime.paged import PagedCache
-from selfspec.runtime.rotary import RotaryTable
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft, tree_mask
 

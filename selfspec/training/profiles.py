@@ -14,7 +14,7 @@ from selfspec.draft_modules.module_files import write_part
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.draft_modules.registry import make_head
 from selfspec.drafters import make_drafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.profile.draft_spec import Below, LayerSkipSpec, ProposerSpec

@@ -17,8 +17,7 @@ from toys import RandomTree
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, LookupDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.factory import open_runtime

@@ -38,7 +38,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 try:
-    from selfspec.engine.loop import decode
+    from selfspec.engine.engine import decode
     from selfspec.models import layout as layouts
     from selfspec.models.loading import load_model
     from selfspec.types.draft_path import SkipSet

@@ -29,7 +29,7 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
 
     torch.set_num_threads(given["threads"])
     import selfspec
-    from selfspec.engine.loop import decode
+    from selfspec.engine.engine import decode
     from selfspec.llm.default_profile import default_profile
     from selfspec.profile import read_profile
     from selfspec.profile.shipped import by_method

@@ -17,7 +17,7 @@ from selfspec.drafters import (
     LayerSkipDrafter,
     PlainDrafter,
 )
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import find_rule, greedy

@@ -19,8 +19,7 @@ from transformers import LogitsProcessor, MistralConfig
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.device_rounds import LENGTHS
 from selfspec.runtime.forward import LeanRuntime

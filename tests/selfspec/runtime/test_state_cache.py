@@ -14,7 +14,7 @@ from type_table import PROMPT, theirs
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import AdaptiveThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.runtime import state_passes
 from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.sampling import Sampler

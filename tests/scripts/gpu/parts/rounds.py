@@ -16,8 +16,7 @@ from subjects import as_on_cuda, load_widened, paths, size_cache
 from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import ENV_VAR
 from selfspec.speculation.sampling import Sampler
