@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 _KINDS = (
-    ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, spec-bench:FILE, or "
-    "speed-bench:FILE"
+    ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, {spec,speed}-bench:FILE"
 )
 _PROMPTS = "Prompts"
 MANY = "Many prompts"

@@ -125,7 +125,7 @@ def test_it_can_be_copied_and_written(kind):
 
 @each_type
 def test_without_a_compiler_products_are_the_dequantised_weights(kind, monkeypatch):
-    monkeypatch.setattr("selfspec.models.gguf._AT_ONCE", 16)
+    monkeypatch.setattr("selfspec.models.gguf_linear._AT_ONCE", 16)
     weight, exact = blocks_of(kind, 2, 40, 256)
     bias, x = torch.randn(40), torch.randn(3, 256, dtype=torch.float64)
     product = SlowBlockProduct(weight, bias)
