@@ -34,6 +34,7 @@ from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL
 from selfspec.types.methods import WIDEST_DRAFT
 
+COPIED = 512  # tokens of a prompt from which its int8 copies are made before the first round
 WARM_ROWS = 9  # rows of a verification pass up to which passes are captured before a text's rounds
 _GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar length share one allocation
 _CAPTURED = 2**30  # bytes of a cache that captured passes read: all of the context if it needs no more, else this much
@@ -214,9 +215,14 @@ class LeanRuntime(CachedRuntime):
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
         """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens.
 
-        Where rounds run on the device, each is captured when it first occurs, and passes beside them are few.
+        Where rounds run on the device, each is captured when it first occurs, and passes beside them are few. Of a
+        prompt of `COPIED` tokens and more, the int8 copies of keys and values are made, which would else make the first
+        draft several times as long.
         """
         assert isinstance(path, LeanPath)
+        if start >= COPIED and path.int8_cache and path.native is not None and start < self.cache.slots:
+            self.forward_drafts([PlacedDraft(row, 0, start)], path=path)
+            return
         end = start + WARM_ROWS
         graphs = self._graphs if self.rows == 1 and not self._has_hooks and self._rounds is None else None
         if graphs is None or end > self.cache.slots or not graphs.first_use(path, end):
