@@ -1,4 +1,4 @@
-"""Bridges over the layers that the best path skips whole, used if they are predicted to be faster.
+"""Additions to the best path, used if predicted to be faster: bridges over skipped layers, and smaller vocabularies.
 
 A bridge is a linear map that replaces a run of adjacent skipped layers.
 """
@@ -6,19 +6,19 @@ A bridge is a linear map that replaces a run of adjacent skipped layers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from selfspec.basics.files import cache_folder
-from selfspec.draft_modules.module_files import write_part
-from selfspec.draft_modules.path_files import path_part
+from selfspec.draft_modules.module_files import path_part, write_part
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, sha256_of
 from selfspec.profile.schema import Profile
 from selfspec.runtime.base import Runtime
+from selfspec.text.detokenizer import frequent
 from selfspec.training.bridges import fit_bridges
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
@@ -81,3 +81,25 @@ def parts_folder() -> Path:
 
 def _file(path: DraftPath) -> Path:
     return parts_folder() / f"{NAME}-{(path.trained or '')[:12]}{SUFFIX}"
+
+
+SHARES = (4, 16)  # the most frequent quarter and sixteenth of the vocabulary are tried
+WORTH_TRYING = 0.1  # the head's least share of a draft step for which smaller vocabularies are tried
+
+
+def with_smaller_head(
+    objective: ReplayObjective, score: Score, *, texts: Iterable[Sequence[int]], size: int
+) -> Score | None:
+    """Score the path of `score` with smaller draft vocabularies; return the best score if faster than `score`.
+
+    Returns None if no score is faster, and also, without reading `texts`, if the head takes less than `WORTH_TRYING` of
+    a draft step. `size`: the size of the model's vocabulary. `texts`: token ids, whose most frequent tokens make the
+    draft vocabularies. `texts` must differ from the texts that `objective` scores on: vocabularies counted on the
+    scored texts could hold all tokens of these texts, so the score would be higher than on other texts.
+    """
+    if not objective.head_share_reaches(WORTH_TRYING, score.path):
+        return None
+    counted = list(texts)
+    tried = sorted({tuple(frequent(counted, size // share, size)) for share in SHARES} - {()})
+    best = objective.score_with(score.path, tried)
+    return best if best is not None and best.tokens_per_second > score.tokens_per_second else None

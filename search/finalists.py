@@ -1,4 +1,7 @@
-"""Measure the best few paths of a search by real decoding, and make the profile of the best path."""
+"""Measure the best few paths of a search by real decoding, and make the profile of the best path.
+
+The best of many scores is biased, because chance in the texts helped to select it; scores on new texts are not biased.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,87 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import make_controller
+from selfspec.controllers import Controller, make_controller
 from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import Confidence
+from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import DraftPath
 
 from .bridging import attach_bridges
 from .budget import Deadline
-from .continuations import FEWEST
+from .continuations import FEWEST, continue_prompts
 from .forecast import CHOOSING, FINALISTS
-from .int4_weights import INT4
-from .objective import Score, predict
-from .prepare import Search
+from .objective import ReplayObjective, Score, predict
+from .prepare import Search, replay_of
+from .quantizing import INT4
 from .replay import Replay
-from .rescoring import Rescore, clearly_best
 from .space import Space
+
+PROMPTS = 12  # prompts to continue
+# The path that the search starts from is kept unless another path is faster by this factor. Scores of paths that differ
+# in one sub-layer differ by up to 3.5% on a dozen texts, with a sign that depends on the texts (SmolLM2).
+CLEARLY = 1.04
+FEWEST_RESCORED = 3  # with fewer prompts, rescoring is no better than the scores of the search
+TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
+RESCORING_SHARE = 1.3  # time reserved for the next rescoring, times the longest rescoring so far
+
+Rescore = Callable[[Sequence[Score]], Score]
+
+
+def best_rescored(
+    search: Search,
+    costs: CostModel,
+    fixed: Controller | None,
+    prompts: Sequence[Sequence[int]],
+    scores: Sequence[Score],
+) -> Score:
+    """Return the one of `scores` (the best first) that is fastest on the model's own continuations of `prompts`.
+
+    `prompts`: token ids of prompts that no path was selected on. The path that the search starts from, if scored,
+    is kept unless another path is clearly faster. If there is too little time to decode and rescore, `scores` decide.
+    `fixed`: the controller (None: tuned).
+    """
+    deadline, watch = search.budget.deadline("choosing"), search.watch
+    start = search.space.path(search.space.start)
+    if len(scores) < 2 or not deadline.allows(search.pace.rows(sum(map(len, prompts)))):
+        return clearly_best(scores, scores, start)
+    first = (start, *search.space.uniform)
+    scores = sorted(scores, key=lambda score: score is not scores[0] and score.path not in first)
+    watch.stage("continuing other prompts", 2 * search.decoding.max_new_tokens)
+    texts = continue_prompts(
+        search.llm,
+        prompts,
+        replace(search.decoding, max_new_tokens=search.plan().max_new_tokens),
+        seed=search.seed,
+        on_token=watch.step,
+        deadline=deadline.part(TEXTS_SHARE),
+    )
+    rescored: list[Score] = []
+    with replay_of(search, texts, fixed) as replay:
+        objective = ReplayObjective(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
+        watch.stage("choosing among the best few", len(scores))
+        longest = 0.0
+        for score in scores:
+            if not deadline.allows(RESCORING_SHARE * longest):
+                break
+            begun = deadline.clock()
+            rescored.append(objective.score(score.path))
+            longest = max(longest, deadline.clock() - begun)
+            watch.step(len(rescored))
+            watch.say(f"finalist: {score.path.summary}: {rescored[-1].speedup:.2f}x predicted on other texts")
+    return clearly_best(scores, rescored if len(rescored) > 1 else scores, start)
+
+
+def clearly_best(scores: Sequence[Score], rescored: Sequence[Score], start: DraftPath) -> Score:
+    """Return the one of `scores` whose path is fastest by `rescored`; the speed of `start` counts `CLEARLY` times.
+
+    `rescored` holds newer scores of the paths of `scores`, in the same order; the last paths may have no newer score.
+    """
+    speeds = [score.tokens_per_second * (CLEARLY if score.path == start else 1.0) for score in rescored]
+    return scores[speeds.index(max(speeds))]
+
 
 WITHIN_REACH = 0.9  # of the speed of plain decoding: slower paths by prediction are not finalists
 ROUNDS = 3  # the most measuring rounds

@@ -12,8 +12,8 @@ from selfspec.runtime.base import Runtime
 
 from .budget import SHARES, Budget
 from .continuations import FEWEST
-from .controller_grid import LONGEST_DRAFT
 from .objective import ALONE, RANKING_SHARE
+from .trace import LONGEST_DRAFT
 from .warm_starts import BUDGETS
 
 FINALISTS, CHOOSING = 4, 4  # number of best paths to choose among, and of prompts to measure the paths on

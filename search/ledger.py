@@ -22,19 +22,17 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.profile.schema import Calibration
-from selfspec.types.acceptance import AcceptanceCurve
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import AcceptanceCurve, Confidence
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
-from .climbing import Gains
 from .objective import Score
 from .options import STUDY
 from .space import Space
 from .space_filter import Choices
 from .storage import MEMORY, display_name, is_database, open_storage, resolve_storage, storage_errors
+from .strategies import Gains
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of data not as written
 PATIENCE = 10.0  # a worker's claim lapses after a minute plus this many times the seconds of the longest trial

@@ -17,22 +17,19 @@ from selfspec.measure.timing import method
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.schema import Prediction, Profile
 from selfspec.speculation.drafter import Drafter
-from selfspec.text.prompt import Prompt
-from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
-from selfspec.types.confidence import PROBABILITY
+from selfspec.text.prompt_template import Prompt
+from selfspec.types.acceptance import PROBABILITY, AcceptanceCurve, PayoffModel
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.draft_path import DraftPath, SkipSet, as_path
 from selfspec.types.draft_work import Work
-from selfspec.types.skip import SkipSet
 from selfspec.types.stats import Stats
 
-from .acceptance_fit import fit_curve
 from .continuations import DecodingSettings
-from .controller_grid import LONGEST_DRAFT, controllers_in_play, long_enough
-from .lookup_replay import spared, with_lookup_tokens
+from .fits import fit_curve
+from .oracle import spared, with_lookup_tokens
 from .replay import Replay
-from .trace import Trace, walk
+from .trace import LONGEST_DRAFT, Trace, controllers_in_play, long_enough, walk
 
 SHARES = (0.25, 0.5, 1.0)  # of each text's starts (draft positions), replayed in turn until the path is pruned
 RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of skipping one alone

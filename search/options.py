@@ -16,7 +16,7 @@ from selfspec.basics.files import kind
 from selfspec.basics.option import Option
 from selfspec.llm.options import TopK, TopP, set_greedy
 from selfspec.types.draft_path import MODES, Mode
-from selfspec.types.int4_methods import AUTO, CHOICES
+from selfspec.types.methods import AUTO_METHOD, INT4_CHOICES
 
 from .space import BYPASSING, GRANULARITIES, parse_keep, parse_modes
 from .strategies import check_strategy
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from selfspec.llm.llm import LLM
     from selfspec.profile.draft_spec import ProposerSpec
-    from selfspec.text.prompt import Prompt
     from selfspec.text.prompt_files import Prompts
+    from selfspec.text.prompt_template import Prompt
     from selfspec.types.controller import ControllerSpec
 
     from .budget import Budget
@@ -304,9 +304,9 @@ class SearchOptions:
             Store(self.store)
 
     def _check_together(self) -> None:
-        if self.int4 not in CHOICES and kind(Path(self.int4)) != "file":
+        if self.int4 not in INT4_CHOICES and kind(Path(self.int4)) != "file":
             raise SelfspecError(
-                f"int4 '{self.int4}': expected {', '.join(CHOICES)}, or a file that selfspec quantize made"
+                f"int4 '{self.int4}': expected {', '.join(INT4_CHOICES)}, or a file that selfspec quantize made"
             )
         if self.kv == "own" and self.allowed_modes != BYPASSING:
             raise SelfspecError(
@@ -378,7 +378,7 @@ class SearchOptions:
             if field.name not in _NOT_COMPARED
         }
         return settings | {
-            **({} if self.int4 == AUTO else {"int4": self.int4}),
+            **({} if self.int4 == AUTO_METHOD else {"int4": self.int4}),
             "logits processors": len(self.logits_processor),
             "rule": self.decoding.verified_by,
             "keep": list(self.kept_layers),

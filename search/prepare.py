@@ -15,23 +15,22 @@ from selfspec.profile.schema import Calibration
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
-from selfspec.types.int4_methods import CHOICES
+from selfspec.types.methods import INT4_CHOICES
 
 from .budget import Budget, Deadline
 from .callbacks import SearchCallbacks, SilentSearch
-from .climbing import Gains, changed, cheaper_changes
-from .confidence_fit import fit_confidence
 from .continuations import DecodingSettings, continue_prompts
-from .controller_grid import LONGEST_DRAFT, deepest
+from .fits import fit_confidence
 from .forecast import CONFIDENCE_SHARE, CONFIDENT, STREAM_POSITIONS, Pace, SearchTask
-from .int4_weights import int4_for_search, using_int4
 from .ledger import Ledger, ScoredTexts
 from .objective import RANKING_SHARE, Objective, ReplayObjective, WallClockObjective
+from .quantizing import int4_for_search, using_int4
 from .replay import CANDIDATES, Replay
+from .replay_state import TargetText
 from .space import Space
 from .space_filter import Choices, cheaper_choices
-from .strategies import Problem
-from .target_text import TargetText
+from .strategies import Gains, Problem, changed, cheaper_changes
+from .trace import LONGEST_DRAFT, deepest
 from .warm_starts import BUDGETS, by_cosines, every_fourth, every_second, first_k, likely, programme
 
 LEAST_RANKING = 1 / 64  # share of each text's draft positions, below which the gain of one sub-layer is too uncertain
@@ -88,7 +87,7 @@ def prepare_replay(
     """
     ledger, watch = search.ledger, search.watch
     texts = _continued(search)
-    if search.int4_method not in CHOICES:  # costs depend on the size of the groups in the file
+    if search.int4_method not in INT4_CHOICES:  # costs depend on the size of the groups in the file
         search = _with_int4(search, texts, resources)
     costs = _costs(search, texts, context)
     search = replace(search, space=_narrowed(search, costs))

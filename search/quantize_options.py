@@ -6,7 +6,7 @@ from typing import Annotated
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import Option
-from selfspec.types.int4_methods import CHOICES, GROUP_SIZES
+from selfspec.types.methods import INT4_CHOICES, INT4_GROUP_SIZES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class QuantizeOptions:
     seed: Annotated[int, Option(min=0, max=2**32 - 1, metavar="N", help="Random seed of prompts and texts.")] = 0
 
     def __post_init__(self) -> None:
-        if self.method not in CHOICES:
-            raise SelfspecError(f"method '{self.method}' is not known; known: {', '.join(CHOICES)}")
-        if self.group not in GROUP_SIZES:
-            raise SelfspecError(f"group {self.group}: expected {' or '.join(map(str, GROUP_SIZES))}")
+        if self.method not in INT4_CHOICES:
+            raise SelfspecError(f"method '{self.method}' is not known; known: {', '.join(INT4_CHOICES)}")
+        if self.group not in INT4_GROUP_SIZES:
+            raise SelfspecError(f"group {self.group}: expected {' or '.join(map(str, INT4_GROUP_SIZES))}")
         if self.texts < 1 or self.max_new_tokens < 1:
             raise SelfspecError(
                 f"expected at least 1 text of at least 1 token, got {self.texts} of {self.max_new_tokens}"

@@ -23,15 +23,11 @@ from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.sampling import Sampler, gaps
-from selfspec.types.confidence import PROBABILITY
-from selfspec.types.draft_path import FULL, DraftPath, as_path
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import PROBABILITY
+from selfspec.types.draft_path import FULL, DraftPath, SkipSet, as_path
 
-from .conditional_sampling import Noise, Uniforms, draft_given_text
-from .prefill_cache import PrefilledTexts
-from .replay_state import Record, ReplayState, confident, with_ties
-from .seeded_noise import SeededNoise
-from .target_text import Streams, TargetText
+from .conditional_sampling import Noise, SeededNoise, Uniforms, draft_given_text
+from .replay_state import PrefilledTexts, Record, ReplayState, Streams, TargetText, confident, with_ties
 from .trace import Trace
 
 CHUNK = 192  # starts in one forward

@@ -1,19 +1,111 @@
-"""The unfinished drafts of a replay, and the record of all drafts.
+"""The state of a replay: the texts and their KV cache, the unfinished drafts, and the record of all drafts.
 
 A start is a position of a text that a draft begins at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from selfspec.types.confidence import Confidence
+from selfspec.runtime.base import Runtime
+from selfspec.speculation.sampling import Sampler
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import FULL, DraftPath
 
-from .seeded_noise import SeededNoise
+from .conditional_sampling import SeededNoise
+
+
+@dataclass(frozen=True, slots=True)
+class TargetText:
+    """A prompt of the first `prompt_length` tokens of `tokens`, and the target's own continuation of it.
+
+    `remaining`: the number of tokens that the continuation was allowed; a text that reached an end token is shorter.
+    `seed`: the seed that the continuation was sampled with (None: without a seed).
+    """
+
+    tokens: tuple[int, ...]
+    prompt_length: int
+    remaining: int
+    seed: int | None = None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of tokens in the continuation."""
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The whole model's residual streams `[B, n, D]` at n positions of B texts, and a function to run sub-layers.
+
+    `entering[l]` is the input of layer l (the last is the model's output), `between[l]` is between the layer's
+    attention and its MLP. `branch(layer, part, x)` returns the output that a sub-layer adds to any residual stream `x`
+    at these positions. Its attention reads keys made from `x`, and the target's keys of all tokens before the first of
+    these positions.
+    """
+
+    real: Tensor  # [B, n]: not padding
+    entering: list[Tensor]
+    between: list[Tensor]
+    branch: Callable[[int, Literal["attention", "mlp"], Tensor], Tensor]
+
+
+class PrefilledTexts:
+    """The texts of a replay, prefilled into its KV cache, where a token's slot is its position.
+
+    `tokens`: token ids `[texts, longest]`, padded with 0; `lengths`: `[texts, 1]`. The cached keys and values are those
+    of the path last passed to `fill`; before the first call the cache is empty.
+    """
+
+    def __init__(self, runtime: Runtime, texts: Sequence[TargetText]) -> None:
+        self._runtime, self._texts = runtime, texts
+        self.longest = max(len(text.tokens) for text in texts)
+        self.tokens = torch.zeros((len(texts), self.longest), dtype=torch.long)
+        for row, text in enumerate(texts):
+            self.tokens[row, : len(text.tokens)] = torch.tensor(text.tokens)
+        self.tokens = self.tokens.to(runtime.device)
+        self.lengths = torch.tensor([len(text.tokens) for text in texts], device=runtime.device)[:, None]
+        self._cached_path: DraftPath | None = None
+
+    def fill(self, path: DraftPath) -> None:
+        """Fill the cache by a causal pass over each text along `path`, unless it holds the keys of `path` already."""
+        if path == self._cached_path:
+            return
+        self.invalidate()
+        compiled = self._runtime.compile(path)
+        for row, text in enumerate(self._texts):
+            own, end = slice(row, row + 1), len(text.tokens) - 1  # no query reads the last token's keys
+            if end:
+                self._runtime.forward(self.tokens[own, :end], 0, path=compiled, rows=own, logits=None)
+        self._cached_path = path
+
+    def invalidate(self) -> None:
+        """Declare the cached keys invalid, because a pass overwrites their slots; the next `fill` makes new keys."""
+        self._cached_path = None
+
+    def targets(self, sampler: Sampler) -> Tensor | None:
+        """Return the target's distribution at each start `[starts, V]`; None if there are no starts.
+
+        The pass fills the cache along the full path.
+        """
+        self.invalidate()
+        distributions = []
+        for row, text in enumerate(self._texts):
+            own, first = slice(row, row + 1), text.prompt_length - 1  # the first start
+            if first:
+                self._runtime.forward(self.tokens[own, :first], 0, rows=own, logits=None)
+            if text.num_new_tokens:
+                step = self._runtime.forward(self.tokens[own, first : len(text.tokens) - 1], first, rows=own)
+                assert step.logits is not None
+                prefixes = (text.tokens[:end] for end in range(text.prompt_length, len(text.tokens)))
+                distributions.append(sampler.probs(sampler.scores(step.logits[0], prefixes)))
+        self._cached_path = FULL
+        return torch.cat(distributions) if distributions else None
 
 
 @dataclass(slots=True)

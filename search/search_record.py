@@ -6,9 +6,9 @@ from selfspec.profile.schema import Profile, SearchRecord
 from selfspec.types.costs import CostModel
 
 from .finalists import versions
-from .int4_weights import with_int4_part
 from .options import SearchOptions
 from .prepare import Search
+from .quantizing import with_int4_part
 
 RECORDED = ("strategy", "objective", "seed", "temperature", "kv", "minutes")  # options recorded in the profile
 

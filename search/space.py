@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.draft_path import LOW, MODES, DraftPath, Mode, as_path
-from selfspec.types.skip import NOTHING_SKIPPED, SkipSet
+from selfspec.types.draft_path import LOW, MODES, NOTHING_SKIPPED, DraftPath, Mode, SkipSet, as_path
 
 GRANULARITIES = ("sublayer", "layer")
 BYPASSING: tuple[Mode, ...] = ("full", "skip")  # the modes of Draft & Verify

@@ -9,10 +9,9 @@ from selfspec.basics.checked_model import Count, Data
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.llm import LLM
 from selfspec.runtime.base import Runtime
-from selfspec.types.bits import DTYPES
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import LOW, DraftPath, Mode
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import LOW, DraftPath, Mode, SkipSet
+from selfspec.types.identity import DTYPES
 
 from .objective import Objective, Score
 from .space import BYPASSING, Space

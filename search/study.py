@@ -10,7 +10,7 @@ from functools import partial
 from typing import Concatenate, ParamSpec
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.keywords import show_signature
+from selfspec.basics.option import show_signature
 from selfspec.controllers import make_controller
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import encode, fit, takes_messages, warn_if_cut
@@ -18,30 +18,27 @@ from selfspec.measure.cost_fitting import fastest_plain
 from selfspec.measure.cost_sweeps import fit_context
 from selfspec.profile.schema import Calibration, Profile
 from selfspec.runtime.worker_group import check_runtime_unsharded
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 
-from .bridging import with_bridges
+from .bridging import with_bridges, with_smaller_head
 from .budget import Budget
-from .calibration import PromptSet, choose, record
 from .callbacks import Logged, Trial
-from .climbing import cheaper_changes
-from .draft_vocabulary import with_smaller_head
-from .finalists import HeldOut, Refinement, finish
+from .continuations import PromptSet, choose, record
+from .finalists import FEWEST_RESCORED, PROMPTS, HeldOut, Refinement, Rescore, best_rescored, finish
 from .forecast import Pace, SearchTask, fit_to_budget, forecast_summary
-from .int4_weights import check_int4
 from .ledger import Ledger
 from .objective import Objective, Score
 from .options import SearchOptions
 from .prepare import Search, prepare_replay, prepare_wallclock
+from .quantizing import check_int4
 from .replay import Replay, check_replayable
-from .rescoring import FEWEST, PROMPTS, Rescore, best_rescored
 from .search_record import initial_profile, profile_without_trials, with_shortfall_note
 from .space import Space
 from .space_filter import BoundedObjective, MemoryBudget, supported_choices
 from .storage import MEMORY
-from .strategies import Problem, Strategy, make_strategy
+from .strategies import Problem, Strategy, cheaper_changes, make_strategy
 
 P = ParamSpec("P")
 
@@ -283,7 +280,11 @@ def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn
         counted = _encoded(llm, drawn.rest, chat=drawn.chat)
         heads = partial(with_smaller_head, objective, texts=counted, size=llm.identity.vocabulary or 0)
         refinements.append(("smaller draft vocabularies", heads))
-    rescore = partial(best_rescored, search, costs, controller, drawn.others) if len(drawn.others) >= FEWEST else None
+    rescore = (
+        partial(best_rescored, search, costs, controller, drawn.others)
+        if len(drawn.others) >= FEWEST_RESCORED
+        else None
+    )
     return _Preparation(search, objective, problem, costs, replay, tuple(refinements), rescore)
 
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath, Mode
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, Mode, SkipSet
 
-from .climbing import Gains
+from .replay_state import Streams
 from .space import Point, Space
-from .target_text import Streams
+from .strategies import Gains
 
 SHARES = (0.25, 0.375, 0.5, 0.625)  # shares of the variables to skip, by falling gain
 FEW = (0.05, 0.1, 0.2, 0.35)  # the same, if the other variables run quantised and are cheap already

@@ -6,10 +6,9 @@ from importlib.metadata import version as _version
 from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING, Any
 
-from selfspec.basics.control_characters import SignFilter as _SignFilter
 from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelError
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.basics.errors import SignFilter as _SignFilter
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 if TYPE_CHECKING:
     from selfspec.integrations.custom_generate import hf

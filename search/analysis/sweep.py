@@ -15,15 +15,13 @@ import pandas as pd
 from selfspec.llm.llm import LLM
 from selfspec.text.prompt_files import Prompts
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import WORDS, HeadMode
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import WORDS, HeadMode, SkipSet
 
-from ..climbing import Greedy
-from ..front_pick import pareto
 from ..ledger import Ledger
 from ..objective import Score
+from ..strategies import Greedy
 from ..study import find_profile
-from ..trial_tables import sensitivity_frame
+from ..trial_tables import pareto, sensitivity_frame
 from ..warm_starts import every_second
 from .workbench import Workbench
 

@@ -14,18 +14,15 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import encode, takes_messages
 from selfspec.measure.timing import interleave, method
 from selfspec.profile.schema import Profile
-from selfspec.text.prompt import Prompt
 from selfspec.text.prompt_files import Prompts
+from selfspec.text.prompt_template import Prompt
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath, HeadMode
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, HeadMode, SkipSet
 
-from ..acceptance_fit import fit_curve
-from ..calibration import choose
-from ..continuations import DecodingSettings
-from ..controller_grid import LONGEST_DRAFT, controllers_in_play, deepest
+from ..continuations import DecodingSettings, choose
 from ..finalists import profile_from_score
+from ..fits import fit_curve
 from ..ledger import Ledger
 from ..objective import ReplayObjective, Score
 from ..oracle import Bound, oracle_bound
@@ -34,7 +31,7 @@ from ..replay import Replay
 from ..space import Space
 from ..space_filter import Choices
 from ..strategies import Problem
-from ..trace import Trace
+from ..trace import LONGEST_DRAFT, Trace, controllers_in_play, deepest
 
 
 class Workbench:

@@ -1,7 +1,9 @@
-"""Actionable errors: one line that says what is wrong, where, and what is expected."""
+"""Actionable errors in one line, control characters as visible signs, and switches in environment variables."""
 
 from __future__ import annotations
 
+import logging
+import os
 import reprlib
 
 _BOUNDED = reprlib.Repr()
@@ -46,3 +48,38 @@ def reason(error: Exception) -> str:
     if isinstance(error, KeyError) or len(text) < 20:
         text = f"{type(error).__name__} {text}".strip()
     return text.split(". ")[0][:300]
+
+
+_LONGEST = 2000  # most characters of a log message
+_REPLACED = 0xFFFD
+# Newlines and tabs stay. Overrides and isolates of the direction of writing show a text in another order.
+_SIGNS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), _REPLACED),
+    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), _REPLACED),
+}
+
+
+def as_signs(text: str) -> str:
+    """Return the text with a visible sign for each control character except newlines and tabs."""
+    return text if text.isprintable() else text.translate(_SIGNS)
+
+
+class SignFilter(logging.Filter):
+    """Makes each message of a logger one line, without control characters, of at most 2,000 characters."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Replace the record's message; keep the record."""
+        message = as_signs(" ".join(record.getMessage().split()))
+        record.msg = message if len(message) <= _LONGEST else message[: _LONGEST - 3] + "..."
+        record.args = None
+        return True
+
+
+_VALUES = {**dict.fromkeys(("1", "on", "true", "yes"), True), **dict.fromkeys(("0", "off", "false", "no"), False)}
+
+
+def switched(variable: str) -> bool | None:
+    """Return whether an environment variable turns something on (1, on, true, yes) or off (0, ..); else None."""
+    return _VALUES.get(os.environ.get(variable, "").strip().lower())

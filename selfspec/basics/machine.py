@@ -1,18 +1,21 @@
-"""The machine: device name, synchronisation, memory bandwidth and peak memory."""
+"""The machine: its devices and memory, a clock that can stand still, and whether the hub can be reached."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
 
 _LARGEST = 4 * 10**8  # maximum bytes to read; more than the CPU cache of one processor holds
 
@@ -109,3 +112,64 @@ def peak_growth(device: torch.device) -> Iterator[list[int]]:
     torch.cuda.reset_peak_memory_stats(device)
     yield growth
     growth.append(torch.cuda.max_memory_allocated(device) - before)
+
+
+PATIENCE = 5.0  # timeout of the request to the hub, in seconds
+MEMORY = 30.0  # how long a hub that did not answer is not asked again, in seconds
+_silent: dict[str, float] = {}  # when an endpoint did not answer, by `time.monotonic`
+
+
+def unreachable() -> str | None:
+    """Return why the hub is unreachable, or None if it answers.
+
+    The request waits `PATIENCE` seconds at most, for the name's resolution too, which has no timeout of its own; the
+    libraries that download from the hub retry for half a minute or more, and some of their requests wait for ever.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the cache has no copy"
+    endpoint = str(constants.ENDPOINT)
+    if time.monotonic() - _silent.get(endpoint, -MEMORY) >= MEMORY and _answers(endpoint):
+        return None
+    _silent.setdefault(endpoint, time.monotonic())
+    return f"{endpoint} cannot be reached, and the cache has no copy"
+
+
+def _answers(endpoint: str) -> bool:
+    """Return whether the hub answers within `PATIENCE` seconds."""
+    from huggingface_hub import get_session
+
+    _silent.pop(endpoint, None)
+    answered, ended = Event(), Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(endpoint, timeout=PATIENCE)
+            answered.set()
+        except Exception:  # the network can fail in any way
+            pass
+        finally:
+            ended.set()
+
+    Thread(target=ask, daemon=True).start()
+    ended.wait(PATIENCE)
+    return answered.is_set()
+
+
+_stopped = threading.local()  # `seconds` that this thread's clock stood still
+
+
+def clock() -> float:
+    """Return the seconds of `time.perf_counter`, less those during which this thread's clock stood still."""
+    return time.perf_counter() - getattr(_stopped, "seconds", 0.0)
+
+
+@contextmanager
+def clock_stopped() -> Iterator[None]:
+    """Let this thread's `clock` stand still."""
+    stopped_at = clock()
+    try:
+        yield
+    finally:
+        _stopped.seconds = time.perf_counter() - stopped_at

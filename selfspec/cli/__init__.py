@@ -47,8 +47,7 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    from selfspec.basics.control_characters import as_signs
-    from selfspec.basics.errors import one_line
+    from selfspec.basics.errors import as_signs, one_line
 
     if message and sys.stderr is not None:  # the message is empty if no command was named: the help was printed
         rank = os.environ.get("RANK", "0")  # set by torchrun, which starts several processes

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.command_help import PlainCommand, PlainGroup, more
-from selfspec.cli.dataclass_options import flatten_options
-from selfspec.cli.generate_options import GenerateCommand
+from selfspec.cli.command_options import GenerateCommand, QuantizeCommand, ServeCommand
+from selfspec.cli.dataclass_options import PlainCommand, PlainGroup, flatten_options, more, with_shared_options
 from selfspec.cli.options import (
     AuditCommand,
     BenchCommand,
@@ -21,11 +20,7 @@ from selfspec.cli.options import (
     SearchCommand,
     TrainCommand,
 )
-from selfspec.cli.profile_app import profile_app
-from selfspec.cli.quantize_options import QuantizeCommand
-from selfspec.cli.report_app import report_app
-from selfspec.cli.serve_options import ServeCommand
-from selfspec.cli.shared_options import with_shared_options
+from selfspec.cli.profile_app import profile_app, report_app
 
 # The groups of commands in the help, in the order in which their commands are declared.
 _RUN, _TUNE, _CHECK, _EXTEND = "Run", "Tune", "Check", "Extend"
@@ -182,9 +177,9 @@ def env(
 @flatten_options
 def train(command: TrainCommand) -> int:
     """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
-    from selfspec.cli.train import run
+    from selfspec.cli.artifacts import run_train
 
-    return run(command)
+    return run_train(command)
 
 
 @app.command(
@@ -196,9 +191,9 @@ def train(command: TrainCommand) -> int:
 @flatten_options
 def convert(command: ConvertCommand) -> None:
     """Convert a published draft head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
-    from selfspec.cli.convert import run
+    from selfspec.cli.artifacts import run_convert
 
-    run(command)
+    run_convert(command)
 
 
 @app.command(
@@ -210,9 +205,9 @@ def convert(command: ConvertCommand) -> None:
 @flatten_options
 def quantize(command: QuantizeCommand) -> int:
     """Quantise a model's weights to int4 for drafting, better than rounding to nearest; resumable."""
-    from selfspec.cli.quantize import run
+    from selfspec.cli.artifacts import run_quantize
 
-    return run(command)
+    return run_quantize(command)
 
 
 @app.command(
@@ -224,9 +219,9 @@ def quantize(command: QuantizeCommand) -> int:
 @flatten_options
 def index(command: IndexCommand) -> None:
     """Build a retrieval store from texts or earlier answers, for drafting with --store."""
-    from selfspec.cli.index import run
+    from selfspec.cli.artifacts import run_index
 
-    run(command)
+    run_index(command)
 
 
 @app.command(
@@ -238,9 +233,9 @@ def index(command: IndexCommand) -> None:
 @flatten_options
 def export(command: ExportCommand) -> None:
     """Export a profile to another engine: files, command, limitations and expected acceptance."""
-    from selfspec.cli.export import run
+    from selfspec.cli.artifacts import run_export
 
-    run(command)
+    run_export(command)
 
 
 app.add_typer(report_app)

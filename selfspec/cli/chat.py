@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from selfspec.llm.sampling_plan import Plan
     from selfspec.llm.stream import Generation
     from selfspec.speculation.drafter import Drafter
-    from selfspec.text.prompt import Prompt
+    from selfspec.text.prompt_template import Prompt
 
 NEW_TOKENS = 1024  # default length of an answer
 ASK = "> "

@@ -26,18 +26,16 @@ from rich.segment import Segment
 from rich.text import Text
 
 from selfspec import builtin
-from selfspec.basics.control_characters import as_signs
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, as_signs
 from selfspec.basics.files import json_line
 from selfspec.basics.machine import process_peak
+from selfspec.cli.dataclass_options import verbosity
 from selfspec.cli.options import DraftingOptions
-from selfspec.cli.verbosity import verbosity
 from selfspec.controllers import make_controller, parse_controller
+from selfspec.models.hub_names import PACKAGED, SUGGESTED
 from selfspec.models.loading import check_at_hand
-from selfspec.models.pypi_models import PACKAGED, SUGGESTED
-from selfspec.profile.method_profiles import check_method
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import find_profile_file
+from selfspec.profile.shipped import check_method, find_profile_file
 from selfspec.proposers.store import Store
 from selfspec.show.markup import by_source
 from selfspec.types.controller import ControllerSpec
@@ -47,7 +45,7 @@ from selfspec.types.methods import draft_model_of
 from selfspec.types.stats import Finish, Stats
 
 if TYPE_CHECKING:
-    from selfspec.cli.devices import DeviceOptions
+    from selfspec.cli.input_options import DeviceOptions
     from selfspec.llm.llm import LLM
     from selfspec.measure.audit import Difference
 
@@ -167,7 +165,7 @@ def drafting_with(
     `default`: whether that is the default profile. `controller` replaces the profile's controller. `method` and
     `store`: the method and the retrieval store that the profile was made with, for the source.
     """
-    from selfspec.profile.choosing import shipped_for
+    from selfspec.profile.shipped import shipped_for
 
     if profile is None or not profile.drafts:
         return Drafting(Profile(model=identity), f"profile {name} drafts nothing for this model")

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from selfspec.basics.files import check_writable
-from selfspec.cli.bench_by_task import texts_line
-from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark
+from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark, texts_line
 from selfspec.cli.common import drafting_with, model_for, print_json, profile_named, quiet, set_threads, size, stdout
 from selfspec.cli.options import CompareCommand
 from selfspec.measure.bench_methods import OF_PROFILE, check_methods, check_supported, is_profile, supported
 from selfspec.models.loading import read_identity
-from selfspec.profile.choosing import check_profile
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
+from selfspec.profile.shipped import check_profile
 from selfspec.types.methods import DRAFT_MODEL
 
 if TYPE_CHECKING:

@@ -1,18 +1,144 @@
-"""Commands whose options are the fields of a dataclass and its nested dataclasses, so that nothing is written twice."""
+"""Commands whose options are the fields of dataclasses, with shared options, and the help of commands.
+
+An option that is declared `hidden` is rare: `--help` leaves it out and `--help-all` shows it.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
+import typer.core
 from typer.models import ParameterInfo
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import Option
+from selfspec.models.hub_names import with_revision
+
+
+def more(page: str, example: str) -> str:
+    """Return the end of a command's help: an example command line, and the command's page in docs/."""
+    return f"Example: {example}\n\nMore: docs/{page}"
+
+
+class _PlainFlags:
+    """Mixin of commands whose flags, `--help` among them, have no type in the help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, of which flags have an empty metavar."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class PlainCommand(_PlainFlags, typer.core.TyperCommand):
+    """A command without types of flags in its help."""
+
+
+class PlainGroup(_PlainFlags, typer.core.TyperGroup):
+    """A group of commands without types of flags in its help."""
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the help of a command with its hidden options, and exit."""
+    if not wanted:
+        return
+    for param in ctx.command.params:
+        if isinstance(param, typer.core.TyperOption):
+            param.hidden = False
+    typer.echo(ctx.get_help(), nl=False)
+    raise typer.Exit
+
+
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", is_eager=True, expose_value=False, callback=_show_all, help="Show all options, also rare ones."
+    ),
+]
+
+
+Level = Literal["quiet", "normal", "verbose"]
+_LOG_LEVELS = {"quiet": logging.ERROR, "normal": logging.WARNING, "verbose": logging.INFO}
+_level: ContextVar[Level] = ContextVar("level", default="normal")
+
+
+def verbosity() -> Level:
+    """Return how much the running command says: what `--quiet` or `--verbose` set, else `normal`."""
+    return _level.get()
+
+
+@contextmanager
+def speaking(*, quiet: bool, verbose: bool) -> Iterator[None]:
+    """Set `verbosity`, and the level of selfspec's log, for the time of a command.
+
+    Raises `SelfspecError` if both are given.
+    """
+    if quiet and verbose:
+        raise SelfspecError("--quiet and --verbose: expected only one of the two")
+    token = _level.set("quiet" if quiet else "verbose" if verbose else "normal")
+    log = logging.getLogger("selfspec")
+    before = log.level
+    log.setLevel(_LOG_LEVELS[verbosity()])
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        _level.reset(token)
+
+
+_OPTIONS = {
+    "revision": Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub id that --model names; also as ID@REVISION.")
+    ],
+    "quiet": Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print no progress, notes and warnings; errors are printed.")
+    ],
+    "verbose": Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print also what was chosen, and the messages of libraries.")
+    ],
+}
+
+
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer with the further options; `command` has the parameter `model`.
+
+    `--help-all` is one of them if the command has hidden options.
+
+    The command raises `SelfspecError` if the options do not go together.
+    """
+
+    @functools.wraps(command)
+    def run(*, revision: str | None, quiet: bool, verbose: bool, **values: Any) -> None:
+        with speaking(quiet=quiet, verbose=verbose):
+            if revision is not None:
+                values["model"] = with_revision(values["model"], revision)
+            command(**values)
+
+    signature = inspect.signature(command)
+    own = signature.parameters.values()
+    rare = any(getattr(mark, "hidden", False) for param in own for mark in get_args(param.annotation)[1:])
+    more = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None if name == "revision" else False, annotation=option)
+        for name, option in (_OPTIONS | ({"help_all": HelpAll} if rare else {})).items()
+    ]
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*own, *more]
+    )
+    return run
+
 
 CommandT = TypeVar("CommandT")
 _PARSED_TYPES = (

@@ -15,7 +15,7 @@ from selfspec.cli.common import check_named_method, model_for, profile_named, se
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
 from selfspec.profile.schema import Profile
-from selfspec.text.prompt import is_unicode
+from selfspec.text.prompt_template import is_unicode
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
+from selfspec.cli.command_options import GenerateCommand
 from selfspec.cli.common import difference_line, held_note, print_json, quiet, stats_line, stderr, stdout
 from selfspec.cli.decoding_options import DecodingRequest, decoding
-from selfspec.cli.generate_options import GenerateCommand
-from selfspec.text.prompt import is_unicode
+from selfspec.text.prompt_template import is_unicode
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.stream import Generation, Stream
-    from selfspec.measure.side_by_side import Comparison
+    from selfspec.measure.audit import Comparison
     from selfspec.speculation.drafter import Drafter
-    from selfspec.text.prompt import Prompt
+    from selfspec.text.prompt_template import Prompt
 
 COMPARE_ROUNDS = 3
 
@@ -120,8 +120,8 @@ def _compare(
 
     `transformers` runs on the weight layout `rows`, in which weights are loaded.
     """
+    from selfspec.measure.audit import compare
     from selfspec.measure.cost_fitting import fastest_plain
-    from selfspec.measure.side_by_side import compare
 
     loaded = [llm] if llm.layout == llm.plain_layout else [request.load_plain(layout=llm.plain_layout or "auto"), llm]
     plain = fastest_plain(loaded)

@@ -18,9 +18,9 @@ from rich.progress import TextColumn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, json_line, kind, parse_json, write_text
+from selfspec.cli.command_options import GenerateCommand
 from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
 from selfspec.cli.decoding_options import decoding
-from selfspec.cli.generate_options import GenerateCommand
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from selfspec.llm.options import Options
     from selfspec.llm.request import Request
     from selfspec.llm.sampling_plan import Plan
-    from selfspec.text.prompt import Prompt
+    from selfspec.text.prompt_template import Prompt
 
 SINGLE_PROMPT_OPTIONS = ("prompt", "compare", "color", "json")  # options for a single prompt
 PROGRESS_INTERVAL = 32  # results between two progress lines where there is no progress bar

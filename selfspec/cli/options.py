@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.data import DataOptions, PromptOptions, TrainDataOptions
-from selfspec.cli.devices import DeviceOptions, SharedDeviceOptions
+from selfspec.cli.input_options import DataOptions, DeviceOptions, PromptOptions, SharedDeviceOptions, TrainDataOptions
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import METHODS
 from selfspec.search.options import SearchOptions

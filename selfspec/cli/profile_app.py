@@ -1,4 +1,4 @@
-"""The commands under `selfspec profile` and their options; the implementations are imported when they run."""
+"""The commands under `selfspec profile`, and `plot` and `report`; the implementations are imported when they run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,58 @@ from typing import Annotated
 
 import typer
 
-from selfspec.cli.command_help import PlainCommand, PlainGroup, more
-from selfspec.cli.options import Json
+from selfspec.cli.dataclass_options import PlainCommand, PlainGroup, flatten_options, more, with_shared_options
+from selfspec.cli.options import Json, ReportCommand, Storage
+
+_SHOW = "Show"  # the group of these commands in the help
+
+report_app = typer.Typer()
+
+
+@report_app.command(
+    cls=PlainCommand,
+    rich_help_panel=_SHOW,
+    epilog=more("see-it.md#plots", "selfspec plot profile.yaml --out skip-map.svg"),
+)
+def plot(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A profile (a file or a shipped one's name), a file of trials, a study's name in --storage, what "
+            "bench --out wrote, or the folder of train."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write the picture to: .png, .svg or .pdf.")],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of plot. Profile: skip-map, confidence; study: skipped, pareto, sensitivity, progress; "
+            "benchmark: bars, position, sources; training: learning, places. The first of each by default."
+        ),
+    ] = None,
+    storage: Storage = None,
+    width: Annotated[float | None, typer.Option(min=3, max=40, help="Width in inches; 7.2 by default.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the plot.")] = None,
+) -> None:
+    """Plot a profile, the trials of a search, a benchmark, or training."""
+    from selfspec.cli.plot import PlotOptions, run
+
+    run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))
+
+
+@report_app.command(
+    cls=PlainCommand,
+    rich_help_panel=_SHOW,
+    epilog=more("see-it.md#the-report", "selfspec report --profile profile.yaml --out report.html"),
+)
+@with_shared_options
+@flatten_options
+def report(command: ReportCommand) -> None:
+    """Write a self-contained HTML report on a profile, its search and a benchmark, with coloured texts."""
+    from selfspec.cli.report_command import run
+
+    run(command)
+
 
 profile_app = typer.Typer(
     cls=PlainGroup,
@@ -61,9 +111,9 @@ def diff(
     json: Json = False,
 ) -> None:
     """Show the differences of two profiles; exit code 0 if there are none, 1 otherwise."""
-    from selfspec.cli.diff import run
+    from selfspec.cli.profile_text import run_diff
 
-    if code := run(a, b, as_json=json):
+    if code := run_diff(a, b, as_json=json):
         raise typer.Exit(code)
 
 
@@ -137,6 +187,6 @@ def pick(
     json: Json = False,
 ) -> None:
     """Save the best profile of a search within limits of cost and memory; show the Pareto front."""
-    from selfspec.cli.pick_command import run
+    from selfspec.cli.profile_commands import run
 
     run(study, storage, max_draft_cost, out, extra_memory=extra_memory, as_json=json)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
 from selfspec.cli.common import checked_profile, load_llm, model_for, progress, quiet, set_threads, stderr
-from selfspec.cli.data import EncodedPrompts
-from selfspec.cli.file_kinds import open_study
+from selfspec.cli.input_options import EncodedPrompts
 from selfspec.cli.options import ReportCommand
+from selfspec.cli.plot import open_study
 from selfspec.cli.profile_text import facts, label
 from selfspec.profile.schema import Profile
 from selfspec.types.draft_path import WORDS
@@ -84,7 +84,7 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
     if options.profile is not None:
         return checked_profile(options.profile)
     if ledger is not None:
-        from selfspec.search.front_pick import as_profile, best_within
+        from selfspec.search.trial_tables import as_profile, best_within
 
         best = best_within(ledger, None)
         try:

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.cli.command_options import ServeCommand
 from selfspec.cli.common import (
     check_named_method,
     held_note,
@@ -21,14 +22,13 @@ from selfspec.cli.common import (
     set_threads,
     stderr,
 )
-from selfspec.cli.devices import SharedDeviceOptions
-from selfspec.cli.serve_options import ServeCommand
+from selfspec.cli.input_options import SharedDeviceOptions
 from selfspec.profile.schema import Profile
 from selfspec.proposers.store import Store
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
-    from selfspec.server.settings import Settings
+    from selfspec.server.protocol import Settings
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 
@@ -89,8 +89,7 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
     from selfspec.models.dispatch import device_of
     from selfspec.server.server import serve, url
     from selfspec.server.service import Service
-    from selfspec.server.worker import Replica
-    from selfspec.server.worker_pool import WorkerPool
+    from selfspec.server.worker_pool import Replica, WorkerPool
 
     limits = command.limits
     workers = []
@@ -125,7 +124,7 @@ def _hosts(command: ServeCommand, address: str) -> tuple[str, ...]:
 
 
 def _settings(command: ServeCommand, name: str, address: str) -> Settings:
-    from selfspec.server.settings import Settings
+    from selfspec.server.protocol import Settings
 
     limits = command.limits
     return Settings(

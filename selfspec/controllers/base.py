@@ -10,9 +10,8 @@ from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.acceptance import PayoffModel
-from selfspec.types.controller import ControllerSpec
-from selfspec.types.limits import WIDEST_DRAFT
-from selfspec.types.stopping import StoppingRule
+from selfspec.types.controller import ControllerSpec, StoppingRule
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 @dataclass

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
-from selfspec.types.round_costs import PassCosts
+from selfspec.types.costs import PassCosts
 
-FURTHER = (1, 2, 4, 8)  # numbers of further tokens considered: an expensive row may precede cheap rows
+from .batch_allocation import allocate_tokens
+
+HORIZON = 8  # most further tokens of a sequence that are considered: an expensive row may precede cheap rows
 FIRST, KNOWN = 0.7, 8.0  # prior acceptance rate of a draft's first token, and its weight in drafts
 MEMORY = 0.98  # decay of the observations in each round
-MARGIN = 1.2  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
+MARGIN = 1.1  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
 PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; largest deviation of a round, in expected costs
 LOOKUP_PRIOR = 16.0  # prior weight of the proposers' chances of lookup tokens, in tokens
 STEPS_KNOWN = 64.0  # prior weight of plain decoding's speed (one token a sequence and plain round), in plain rounds
@@ -41,13 +43,12 @@ class _ObservedRatio:
 
 
 class BatchDraftScheduler:
-    """Scheduler that selects which sequences of a batch draft another token, by Dinkelbach's method as `RateOptimal`.
+    """Scheduler that allocates drafted tokens to the sequences of a batch, by Dinkelbach's method as `RateOptimal`.
 
     Work that takes t seconds is worth it if its expected tokens exceed `rate` * t, where `rate` is the tokens per
-    second of decoding this number of sequences: without drafts, or with drafts if those were faster. Drafting j more
-    tokens for k sequences takes j draft passes over k tokens, and k * j more tokens to verify. The expected tokens of a
-    sequence are the chance that its next token is accepted, times 1 + l + .. + l^(j-1), l the chance that a token is
-    accepted if the token before it is. The sequences with the highest chances draft, as many as maximise the gain.
+    second of decoding this number of sequences: without drafts, or with drafts if those were faster. Before each draft
+    pass, `allocate_tokens` weighs the further tokens of all sequences by their chances to be accepted, the passes that
+    draft them and the longer verification pass; sequences that get no token are verified with the tokens they have.
 
     The decision to draft a token is made before that token is drawn, from tokens drawn earlier, so sampling stays
     exact. `prices`: the costs of passes, measured on short texts; the durations of rounds (`record_duration`) therefore
@@ -103,26 +104,30 @@ class BatchDraftScheduler:
         self._hoped = self._got = 0.0
         self._all = rows + reading
 
-    def select_drafting(self, chances: Sequence[float], later: float, *, verified: int, most: int) -> list[int]:
-        """Return the indices of the sequences that draft another token, highest chance first.
+    def draft_lengths(self, chances: Sequence[Sequence[float]], *, verified: int) -> list[int]:
+        """Return how many further tokens each sequence is expected to draft; those with any draft another token now.
 
-        `chances[i]`: the chance that the next token of sequence i is accepted; `later`: the chance that a token is
-        accepted if the token before it is. `verified`: the number of tokens that will be verified in any case; `most`:
-        the most tokens that any sequence may still draft.
+        `chances[i]`: the chances that the 1st, 2nd, .. further token of sequence i is accepted, all tokens before it
+        included. `verified`: the number of tokens that will be verified in any case.
+        """
+        later = [row[1] / row[0] for row in chances if len(row) > 1 and row[0]]
+        self.later = sum(later) / len(later) if later else self.later
+        return allocate_tokens(chances, MARGIN * self.rate, self._drafted, lambda more: self._wider(verified, more))
+
+    def common_length(self, chances: Sequence[float], later: float, lengths: Sequence[int]) -> int:
+        """Return which of `lengths` all sequences draft, the one that is worth most; 0 if none is worth its cost.
+
+        For a round that is launched whole, so that one decision holds for all of its draft passes. `chances[i]`: the
+        chance that the first token of sequence i is accepted; `later`: the chance that a token is accepted if the token
+        before it is.
         """
         self.later = later
-        order = sorted(range(len(chances)), key=lambda i: -chances[i])
-        sums = list(accumulate(chances[i] for i in order))
-        rate = MARGIN * self.rate
-        best, taken = 0.0, 0
-        for j in (j for j in FURTHER if j <= most):
-            brings = j if later >= 1 else (1 - later**j) / (1 - later)
-            for k, hope in enumerate(sums, start=1):
-                takes = j * self._drafted(k) + self._wider(verified, k * j)
-                worth = hope * brings - rate * takes
-                if worth > best:
-                    best, taken = worth, k
-        return order[:taken]
+        rows, hope, rate = len(chances), sum(chances), MARGIN * self.rate
+
+        def worth(n: int) -> float:
+            return hope * _accepted(later, n) - rate * (n * self._drafted(rows) + self._wider(rows, rows * n))
+
+        return max((0, *lengths), key=worth)
 
     def lookup_lengths(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
@@ -188,7 +193,7 @@ class BatchDraftScheduler:
         """Return the tokens per second of the best common draft length, or `rate` if that is more."""
         rows, later = self._rows, self.later
         best_rate, brings = self.rate, 1.0
-        for n in range(1, FURTHER[-1] + 1):
+        for n in range(1, HORIZON + 1):
             brings += self.first * later ** (n - 1)
             takes = n * self._drafted(rows) + self._wider(rows, n * rows)
             best_rate = max(best_rate, rows * brings / (self._usual(rows) + takes))
@@ -198,6 +203,15 @@ class BatchDraftScheduler:
         """Record a draft-path pass over `tokens` tokens; `seconds` includes all the work around it."""
         self._drafting += self.prices.drafted(tokens)
         self._spent += seconds
+
+    def record_common(self, passes: int, rows: int) -> None:
+        """Record that a round launched whole had so many draft passes over `rows` tokens.
+
+        It is timed as a whole; they are taken to have had their expected share, so that any other time corrects the
+        cost of verification.
+        """
+        for _ in range(passes):
+            self.record_pass(rows, self._drafted(rows))
 
     def record_draft(self, drafted: int, accepted: int, emitted: int, *, nodes: int) -> None:
         """Record the result of a sequence's draft in this round.
@@ -213,3 +227,22 @@ class BatchDraftScheduler:
             self._right += accepted > 0
         else:
             self._got += accepted
+
+
+def most_paying_sequences(prices: PassCosts, acceptance_rate: float, *, most: int) -> int:
+    """Return the number of sequences, at most `most`, up to which a scheduler is expected to let a batch draft.
+
+    `acceptance_rate`: the chance of each drafted token, if those before it are accepted. 0: not even one sequence.
+    """
+    for rows in range(1, most + 1):
+        scheduler = BatchDraftScheduler(prices, first=acceptance_rate)
+        scheduler.begin(rows)
+        chances = [[acceptance_rate**n for n in range(1, HORIZON + 1)]] * rows
+        if not any(scheduler.draft_lengths(chances, verified=rows)):
+            return rows - 1
+    return most
+
+
+def _accepted(later: float, tokens: int) -> float:
+    """Return how many of `tokens` tokens are accepted if the first is, each after it with the chance `later`."""
+    return tokens if later >= 1 else (1 - later**tokens) / (1 - later)

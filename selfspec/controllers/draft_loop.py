@@ -5,7 +5,12 @@ Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate, islice, takewhile
+from operator import mul
+
+from selfspec.types.controller import StoppingRule
 
 from .base import Controller
 
@@ -40,9 +45,17 @@ class DraftLoop:
             return confidence >= self._controller.min_confidence(len(self.confidences))
         return self._controller.go_on(self.confidences)
 
-    def acceptance_chances(self, first: float) -> tuple[float, float]:
-        """Return the controller's `acceptance_chances`; `first`: the recent acceptance rate of drafts' first tokens."""
-        return self._controller.acceptance_chances(self.confidences, first)
+    def survival_chances(self, first: float, most: int) -> list[float]:
+        """Return the chances that the 1st, 2nd, .. further token is accepted, all tokens before it included.
+
+        At most `most` chances, and only of tokens that the draft may still have. `first`: the recent acceptance rate of
+        drafts' first tokens.
+        """
+        drafted, controller = len(self.confidences), self._controller
+        may = takewhile(lambda n: not n or controller.min_confidence(n) < math.inf, range(drafted, self._depth))
+        further = sum(1 for _ in islice(may, most))
+        upcoming, later = controller.acceptance_chances(self.confidences, first)
+        return list(accumulate([upcoming, *[later] * (further - 1)], mul)) if further else []
 
     def candidates(self, most: int, *, nodes: int) -> Sequence[int]:
         """Return the number of candidates of each drafted position, drafted token included: 1 to `most`.
@@ -61,3 +74,30 @@ class DraftLoop:
             counts.append(1 + min(count - 1, spare))
             spare -= counts[-1] - 1
         return counts
+
+
+FIRST = 4.0  # tokens of a draft assumed before the first one
+MEMORY = 0.5  # weight that earlier drafts keep with each further one
+
+
+class DraftLengths:
+    """The choice of the number of tokens to draft: as many as the controller let recent drafts of a sequence have.
+
+    Drafting more costs draft steps for tokens that the controller masks; drafting less loses tokens.
+    """
+
+    def __init__(self) -> None:
+        self._mean = FIRST
+
+    def observe(self, drafted: int, computed: int) -> None:
+        """Learn from a draft of `drafted` tokens of `computed` ones; one that was not ended early wanted more."""
+        if not drafted:
+            return
+        wanted = 2 * computed if drafted == computed else drafted
+        self._mean = MEMORY * self._mean + (1 - MEMORY) * wanted
+
+    def choose(self, rule: StoppingRule, lengths: Sequence[int], most: int) -> int:
+        """Return the least of the rising `lengths` that is enough; 0 if all are above `most`, which none may exceed."""
+        allowed = [length for length in lengths if length <= most]
+        enough = min(max(self._mean, rule.certain), rule.most)
+        return next((length for length in allowed if length >= enough), allowed[-1] if allowed else 0)

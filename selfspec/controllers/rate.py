@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.acceptance import PayoffModel, interpolate
-from selfspec.types.limits import MOST_ROWS
-from selfspec.types.stopping import ChanceCurve, StoppingRule
+from selfspec.types.controller import ChanceCurve, StoppingRule
+from selfspec.types.methods import MOST_ROWS
 
 from .base import Controller
 

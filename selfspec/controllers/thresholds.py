@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.stopping import StoppingRule
+from selfspec.types.controller import StoppingRule
 
 from .base import Controller
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.draft_modules.heads import Head, LinearFactory, normed
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 EPS = 1e-6  # epsilon of MLPSpeculator's norms
 

@@ -1,16 +1,12 @@
-"""Drafters, which propose tokens: one interface, one file for each drafter, and a registry of kinds."""
+"""Drafters, which propose tokens: one interface, and a registry of kinds."""
 
 from selfspec.drafters.adaptive_path import ClaspDrafter, SwiftDrafter
-from selfspec.drafters.cross_vocabulary import CrossVocabularyDrafter
-from selfspec.drafters.draft_model import ModelDrafter
+from selfspec.drafters.controlled import LookupDrafter, PlainDrafter
+from selfspec.drafters.draft_model import CrossVocabularyDrafter, ModelDrafter
 from selfspec.drafters.guard import Guard
-from selfspec.drafters.input_guided import InputDrafter
-from selfspec.drafters.jacobi import JacobiDrafter
+from selfspec.drafters.jacobi import JacobiDrafter, LookaheadDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
-from selfspec.drafters.lookahead import LookaheadDrafter
-from selfspec.drafters.lookup_drafter import LookupDrafter
-from selfspec.drafters.plain import PlainDrafter
-from selfspec.drafters.recycle import RecycleDrafter
+from selfspec.drafters.recycle import InputDrafter, RecycleDrafter
 from selfspec.drafters.registry import make_drafter, make_guarded, make_proposer_chain, register
 from selfspec.drafters.router import Route, Router, calibrate, make_router
 from selfspec.drafters.tree_merge import MergedDrafter

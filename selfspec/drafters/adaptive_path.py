@@ -14,17 +14,16 @@ from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.controllers import Controller
 from selfspec.drafters.autoregressive import Chain
 from selfspec.drafters.layer_skip import LayerSkipDrafter
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
-from selfspec.types.draft_path import as_path
-from selfspec.types.limits import WIDEST_DRAFT
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.draft_path import SkipSet, as_path
+from selfspec.types.methods import WIDEST_DRAFT
 
 LONGEST = 8  # longest draft length considered when a skip set's speed is estimated
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from selfspec.basics.clock import clock
+from selfspec.basics.machine import clock
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
+from selfspec.controllers.batch_scheduler import HORIZON
 from selfspec.drafters.controlled import ControlledDrafter, as_draft, check_candidates
-from selfspec.proposers.base import NO_PROPOSAL, Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import NO_PROPOSAL, Proposal, ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_work import DRAFT_PATH, passes_of, with_head_steps
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 @dataclass(slots=True)
@@ -137,19 +137,16 @@ class ChainDrafter(ControlledDrafter):
             chains.append(Chain(seq, loop, max_tokens, proposal.cut(count)))
         return chains
 
-    @staticmethod
-    def _live(chains: Sequence[Chain], load: BatchDraftScheduler | None) -> list[Chain]:
+    def _live(self, chains: Sequence[Chain], load: BatchDraftScheduler | None) -> list[Chain]:
         """Return the drafts that take one more pass; in a batch, the scheduler `load` ends all other drafts."""
         live = [chain for chain in chains if chain.loop.wants]
         if load is None or not live:
             return live
-        hopes, later = zip(*(chain.loop.acceptance_chances(load.first) for chain in live), strict=True)
         verified = len(chains) + sum(len(chain.tokens or chain.lookup.tokens) for chain in chains)
-        most = max(chain.remaining - len(chain.tokens) for chain in live)
-        going = set(load.select_drafting(hopes, sum(later) / len(later), verified=verified, most=most))
-        for i, chain in enumerate(live):
-            chain.loop.wants = i in going
-        return [chain for i, chain in enumerate(live) if i in going]
+        chances = [chain.loop.survival_chances(self.first_chance(chain.seq, load.first), HORIZON) for chain in live]
+        for chain, length in zip(live, load.draft_lengths(chances, verified=verified), strict=True):
+            chain.loop.wants = length > 0
+        return [chain for chain in live if chain.loop.wants]
 
     def _draft(self, chain: Chain, logits: Tensor) -> None:
         """Draft the next token; end the draft if no token has a finite score."""

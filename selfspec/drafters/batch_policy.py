@@ -8,7 +8,7 @@ from selfspec.controllers import BatchDraftScheduler
 from selfspec.drafters.adaptive_path import AdaptivePathDrafter
 from selfspec.drafters.autoregressive import ChainDrafter
 from selfspec.drafters.controlled import ControlledDrafter
-from selfspec.drafters.cross_vocabulary import CrossVocabularyDrafter
+from selfspec.drafters.draft_model import CrossVocabularyDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.router import Router

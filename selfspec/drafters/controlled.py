@@ -1,18 +1,20 @@
-"""Base class of the drafters that a controller steers: the controller and proposer state of each sequence."""
+"""The base class of drafters that a controller steers, and the drafters that run no model: plain and lookup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import BatchDraftScheduler, Controller
-from selfspec.proposers.base import Proposal
-from selfspec.proposers.chain import ProposerChain, ProposerState
+from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
+from selfspec.controllers.batch_allocation import AcceptanceHistory
+from selfspec.proposers.base import Proposal, Proposer, ProposerChain, ProposerState
+from selfspec.runtime.device_rounds import RoundPlan
+from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import LOOKUP_WORK
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.draft_work import LOOKUP_WORK, NO_WORK, Work
+from selfspec.types.methods import WIDEST_DRAFT
 
 _NOTHING = ProposerChain().new_state()
 
@@ -52,9 +54,11 @@ class ControlledDrafter:
         self.proposer_chain = proposer_chain
         self._own: dict[SequenceState, Controller] = {}
         self._proposer_states: dict[SequenceState, ProposerState] = {}
+        self._histories: dict[SequenceState, AcceptanceHistory] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Create the sequence's proposer state, and for a seeded sequence a fresh controller."""
+        """Create the sequence's proposer state and acceptance history, and for a seeded sequence a fresh controller."""
+        self._histories[seq] = AcceptanceHistory()
         self._proposer_states[seq] = self.proposer_chain.new_state(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
@@ -62,6 +66,7 @@ class ControlledDrafter:
     def end(self, seq: SequenceState) -> None:
         """Pass the text to the proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
         self._own.pop(seq, None)
+        self._histories.pop(seq, None)
         if (state := self._proposer_states.pop(seq, None)) is not None:
             state.finish(seq.tokens)
 
@@ -72,11 +77,18 @@ class ControlledDrafter:
             return
         accepted = sum(node < len(draft.confidence) for node in path)
         other = len(path) > accepted
+        if seq in self._histories:
+            self._histories[seq].record(accepted > 0)
         self.controller_of(seq).observe(draft.confidence, accepted, candidates=len(draft), other=other)
 
     def controller_of(self, seq: SequenceState) -> Controller:
         """Return the controller of a sequence's drafts."""
         return self._own.get(seq, self.controller)
+
+    def first_chance(self, seq: SequenceState, shared: float) -> float:
+        """Return the chance that the first token of the sequence's next draft is accepted; `shared`: in all drafts."""
+        history = self._histories.get(seq)
+        return shared if history is None else history.chance(shared)
 
     def proposer_state(self, seq: SequenceState) -> ProposerState:
         """Return the sequence's proposer state; an empty state if `begin` was not called, as in cost measurements."""
@@ -87,3 +99,63 @@ class ControlledDrafter:
         state = self.proposer_state(seq)
         state.read(seq.tokens)
         return state.lookup(max_tokens, seq.ends)
+
+
+class LookupDrafter(ControlledDrafter):
+    """Drafter without a draft model: drafts the lookup tokens of the proposer with the most expected right tokens.
+
+    `controller` ends the draft, by each lookup token's chance to be right. Each seeded sequence gets a fresh copy of
+    the controller.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], controller: Controller) -> None:
+        super().__init__(controller, ProposerChain(proposers))
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return the work of one lookup draft, whatever its length."""
+        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Return a draft for each sequence; in a batch, the scheduler `load` may shorten the drafts."""
+        drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        if self.load is None or len(seqs) < 2:
+            return drafts
+        counts = self.load.lookup_lengths([draft.confidence for draft in drafts])
+        return [draft.backbone().first(count) for draft, count in zip(drafts, counts, strict=True)]
+
+    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
+        max_tokens = min(limit.depth, limit.nodes)
+        proposal = self.look_up(seq, max_tokens)
+        loop = DraftLoop(self.controller_of(seq), depth=max_tokens)
+        for chance in proposal.chances:
+            if not loop.record(chance):
+                break
+        return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)
+
+
+class PlainDrafter:
+    """Drafter without proposals: every round is one full pass over one token."""
+
+    hidden: Sequence[int] = ()
+    drafts = False
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        """Do nothing: the drafter has no state."""
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Return an empty draft for each sequence."""
+        return [NO_DRAFT] * len(seqs)
+
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan:
+        """Return a plain decode step."""
+        return RoundPlan()
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return no work."""
+        return NO_WORK
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Do nothing: the drafter does not learn."""
+
+    def end(self, seq: SequenceState) -> None:
+        """Do nothing: the drafter has no state."""

@@ -1,23 +1,31 @@
-"""Drafting with a smaller model of the same vocabulary (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
+"""Drafting with a smaller model, of the same vocabulary or of another."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller
-from selfspec.drafters.autoregressive import Chain
+from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
-from selfspec.proposers.chain import ProposerChain
+from selfspec.models.vocabularies import TokenMap
+from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.paged import PagedCache
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.speculation.tree_batch import PlacedDraft
+from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_path import FULL, DraftPath
-from selfspec.types.draft_work import DRAFT_MODEL
+from selfspec.types.draft_work import DRAFT_MODEL, Work, passes_of
+from selfspec.types.methods import WIDEST_DRAFT
 
 AT_ONCE = 8  # most uncached tokens that the first draft pass reads; more are read by a separate pass before it
 
@@ -121,3 +129,129 @@ class ModelDrafter(LayerSkipDrafter):
             right, missing = last, []
         self._right[seq] = right
         return missing
+
+
+class CrossVocabularyDrafter(ChainDrafter):
+    """Drafter with a draft model of another vocabulary, whose logits are restricted to the shared tokens.
+
+    `target`: the verified model; `runtime`: the draft model; `words`: the tokens that their vocabularies share. Before
+    each draft the text is tokenised again for the draft model, whose KV cache is kept for the unchanged prefix. As q is
+    known for every token, sampling stays exact. No token is drafted while the text ends within a multi-byte character,
+    nor beyond the draft model's context length.
+    """
+
+    source = DRAFT_MODEL
+    partial = True
+
+    def __init__(
+        self,
+        target: Runtime,
+        runtime: Runtime,
+        words: TokenMap,
+        controller: Controller,
+        *,
+        path: DraftPath = FULL,
+        candidates: int = 1,
+        confidence: Confidence = PROBABILITY,
+        proposer_chain: ProposerChain | None = None,
+    ) -> None:
+        super().__init__(
+            controller,
+            candidates=min(candidates, len(words.ours)),
+            confidence=confidence,
+            proposer_chain=proposer_chain,
+        )
+        self.target, self.words = target, words
+        self.runtime = runtime.with_new_cache(rows=target.rows)
+        self.path = path
+        self._compiled = self.runtime.compile(path)
+        self._size = target.skeleton.identity.vocabulary or int(words.ours.max()) + 1
+        self._ours, self._theirs = words.ours.to(target.device), words.theirs.to(runtime.device)
+        self._target_to_draft = dict(zip(words.ours.tolist(), words.theirs.tolist(), strict=True))
+        self._cached: dict[int, list[int]] = {}  # by cache row: the cached tokens
+        self._texts: dict[SequenceState, list[int]] = {}  # texts of current drafts in the draft model's tokens
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return the work of one draft pass for each token of the deepest draft allowed, each pass of maximum width."""
+        tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.proposer_chain.prices)
+        return passes_of(min(widest, tokens - i) for i in range(tokens))
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence; its keys stay cached for a sequence with the same prefix."""
+        super().end(seq)
+        self._texts.pop(seq, None)
+
+    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
+        """Tokenise the text for the draft model; return an empty draft, limited by that model's context length."""
+        self.runtime.skeleton.refresh()
+        text = self._texts[seq] = self.words.read(seq.tokens) or []
+        left = self.runtime.skeleton.context - len(text) if text else 0
+        return super()._start_chain(seq, max(min(max_tokens, left), 0))
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        """Compute the raw logits after each draft's last token and its lookup tokens, over the target's vocabulary.
+
+        Tokens that the vocabularies do not share get minus infinity.
+        """
+        texts = [self._text(chain) for chain in chains]
+        self._reserve(max(map(len, texts)))
+        runs = [self._run(chain, text) for chain, text in zip(chains, texts, strict=True)]
+        placed = [
+            PlacedDraft(c.seq.row, run[0], start, Draft.chain(run[1:]))
+            for c, (start, run) in zip(chains, runs, strict=True)
+        ]
+        steps = self.runtime.forward_drafts(placed, path=self._compiled)
+        for c, (start, run), step in zip(chains, runs, steps, strict=True):
+            assert step.logits is not None
+            self._cached[c.seq.row][start:] = run
+            c.passes.append(1 + len(c.lookup_tokens))
+            rows = range(len(run) - 1 - len(c.lookup_tokens), len(run))
+            c.logits = [self._translated(step.logits[0, i]) for i in rows]
+
+    def _translated(self, logits: Tensor) -> Tensor:
+        """Map the draft model's logits `[V']` to the target's vocabulary `[1, V]`."""
+        shared = logits[self._theirs].to(self.target.device)
+        row = shared.new_full((1, self._size), -math.inf)
+        row[0, self._ours] = shared
+        return row
+
+    def _run(self, chain: Chain, text: Sequence[int]) -> tuple[int, list[int]]:
+        """Return the position of the first uncached token, and the tokens from there on, then the lookup tokens.
+
+        All tokens are in the draft model's vocabulary.
+        """
+        proposal = self.proposer_state(chain.seq).look_up(chain.tokens, chain.remaining - len(chain.tokens) - 1)
+        chain.lookup_tokens, chain.source = (
+            list(takewhile(self._target_to_draft.__contains__, proposal.tokens)),
+            proposal.source,
+        )
+        start, run = self._missing(chain.seq.row, text)
+        return start, [*run, *(self._target_to_draft[token] for token in chain.lookup_tokens)]
+
+    def _text(self, chain: Chain) -> list[int]:
+        """Return the text and the drafted tokens in the draft model's vocabulary."""
+        return [*self._texts[chain.seq], *(self._target_to_draft[token] for token in chain.tokens)]
+
+    def _reserve(self, length: int) -> None:
+        """Ensure that the cache has slots for a text of `length` tokens and its draft."""
+        needed = length + WIDEST_DRAFT + 2
+        if self.runtime.cache.slots < needed:
+            self.runtime.reserve(max(needed + length // 2, self.target.cache.slots))
+            self._cached.clear()  # growing keeps committed slots only, and this cache has no committed slots
+
+    def _missing(self, row: int, text: Sequence[int]) -> tuple[int, list[int]]:
+        """Return the position of the first uncached token in a row, and the tokens from there on.
+
+        If more than `AT_ONCE` tokens are uncached, all but the last token are read into the cache first.
+        """
+        cached = self._cached.setdefault(row, [])
+        right, last = 0, min(len(cached), len(text) - 1)
+        while right < last and cached[right] == text[right]:
+            right += 1
+        del cached[right:]
+        if len(text) - right > AT_ONCE:
+            ids = torch.tensor([text[right:-1]], device=self.runtime.device)
+            self.runtime.forward(ids, right, rows=slice(row, row + 1), logits=None, path=self._compiled)
+            cached[right:] = text[right:-1]
+            right = len(text) - 1
+        return right, list(text[right:])

@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from selfspec.basics.clock import clock
+from selfspec.basics.machine import clock
 from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.speculation.guides import guide_draft
+from selfspec.speculation.rounds import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.draft_work import NO_WORK, DraftCall, Work, steps_of
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
 FIRST_REST = 1.6  # assumed time of the first drafted round, drafting excluded, in plain rounds
@@ -58,6 +58,7 @@ class _Round:
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
     guided: bool = False  # whether guides force tokens in this round, which make it wider than its drafts do
+    length: int = 0  # drafted tokens of each sequence, if the round was planned for the device
 
 
 @dataclass(slots=True)
@@ -165,9 +166,9 @@ class Guard:
     A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
     nothing. t is the median of the latest plain rounds. Rounds are plain at the beginning (two rounds), after 128
     tokens without a plain round, where the bound leaves no time for a draft, and after the verification time of a
-    number of tokens has changed (two rounds). Recorded times that alone leave no time for a draft are discarded after 32
-    rounds, then after 64, and so on. If the rest of a drafted round takes less than t, that rest counts as a
-    plain round. The estimated time of a draft is the sum over its calls, each at the second highest of that call's
+    number of tokens has changed (two rounds). Recorded times that alone leave no time for a draft are discarded after
+    32 rounds, then after 64, and so on. If the rest of a drafted round takes less than t, that rest counts as a plain
+    round. The estimated time of a draft is the sum over its calls, each at the second highest of that call's
     recent times. If the machine's speed varies, t follows its slower times. In a batch the bound holds for each
     sequence, against plain rounds of the same batch size; after `bound_together` it holds for the batch as a whole.
 
@@ -252,30 +253,35 @@ class Guard:
             self._round.drafted = sum(map(len, drafts))
         return drafts
 
-    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
-        """Return the drafter's plan of a round on the device, limited to the length that the bound allows."""
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        """Return the drafter's plan of a round on the device, limited to the length that each sequence's bound allows.
+
+        All sequences of a round draft so many tokens.
+        """
         if not isinstance(self.drafter, RoundPlanner):
             return None
         if not ahead:
             self._planned.clear()
-        account, begun = self._account(seq), self._clock()
-        if self._timed(seq):
-            allowed = self._by_clock(self._to_spend({seq}) - sum(map(self._seconds_lost, self._planned)), limit)
-        else:
-            lost = sum(self._steps_lost(planned.work, planned.drafted, 1) for planned in self._planned)
-            allowed = self._by_payoff(_Account(account.slack - lost), limit)
-        plan = self.drafter.plan_round(seq, allowed, ahead=ahead)
+        timed, begun = {seq for seq in seqs if self._timed(seq)}, self._clock()
+        if timed:
+            seconds = self._to_spend(timed) - sum(map(self._seconds_lost, self._planned))
+            limit = self._by_clock(seconds, limit, 1 / len(seqs))
+        lost = sum(self._steps_lost(steps_of(planned.length), planned.length, 1) for planned in self._planned)
+        for seq in set(seqs) - timed:
+            limit = self._by_payoff(_Account(self._accounts[seq].slack - lost), limit)
+        plan = self.drafter.plan_round(seqs, limit, ahead=ahead)
         if plan is not None:
-            work = steps_of(plan.length) or None
-            self._planned.append(_Round(begun, self.round_times, {seq}, work=work, drafted=plan.length))
+            n, count = plan.length, len(seqs)
+            work = tuple((call, count * calls) for call, calls in steps_of(n)) or None
+            self._planned.append(_Round(begun, self.round_times, set(seqs), work=work, drafted=n * count, length=n))
         return plan
 
     def _seconds_lost(self, planned: _Round) -> float:
-        """Return the seconds that a round on the device loses if it emits one token."""
+        """Return the seconds that a round on the device loses if each sequence emits one token."""
         times = planned.round_times
         if planned.work is None:
             return 0.0
-        return times.draft(planned.work) + times.seconds_besides_drafting(planned.drafted) - (1 + SHARE) * times.step
+        return times.draft(planned.work) + times.seconds_besides_drafting(planned.length) - (1 + SHARE) * times.step
 
     def _steps_lost(self, work: Work | None, drafted: int, tokens: int) -> float:
         """Return the plain steps that a round with this draft loses by the payoff model, if it emits `tokens`."""
@@ -349,19 +355,28 @@ class Guard:
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Add the time that the round gained or lost to the sequence's account, and let the drafter learn."""
         account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
-        planned = self._planned.popleft() if self._planned else None
+        planned = self._planned[0] if self._planned and seq in self._planned[0].left else None
         if not self._timed(seq):
-            drafted = len(draft) if planned is None else planned.drafted
+            drafted = len(draft) if planned is None else planned.length
             account.slack -= self._steps_lost(draft.work, drafted, tokens)
         elif planned is not None:
-            now = self._clock()
-            planned.begun, self._last_read = max(planned.begun, self._last_read), now
-            planned.drafting = max(now - planned.begun - planned.round_times.step, 0.0)
+            if planned.took is None:
+                now = self._clock()
+                planned.begun, self._last_read = max(planned.begun, self._last_read), now
+                planned.drafting = max(now - planned.begun - planned.round_times.step, 0.0)
             self._settle(account, planned, tokens)
         elif self._round is not None and seq in self._round.left:  # otherwise no draft was requested
             self._settle(account, self._round, tokens)
             self._round.left.discard(seq)
+        if planned is not None:
+            self._leave(seq, planned)
         self.drafter.observe(seq, outcome)
+
+    def _leave(self, seq: SequenceState, planned: _Round) -> None:
+        """Take a sequence out of a round that was planned; without sequences, the round is over."""
+        planned.left.discard(seq)
+        if not planned.left:
+            self._planned.remove(planned)
 
     def _settle(self, account: _Account, now: _Round, tokens: int) -> None:
         round_times, first = now.round_times, now.took is None
@@ -386,7 +401,8 @@ class Guard:
         self._accounts.pop(seq, None)
         if self._round is not None:  # after an error in a round, the sequence may begin again
             self._round.left.discard(seq)
-        self._planned.clear()
+        for planned in list(self._planned):
+            self._leave(seq, planned)
         self.drafter.end(seq)
 
 

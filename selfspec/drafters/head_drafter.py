@@ -12,14 +12,13 @@ from torch import Tensor
 from selfspec.controllers import Controller
 from selfspec.draft_modules.heads import Head
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
-from selfspec.proposers.base import AcceptanceStats, Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import AcceptanceStats, Proposal, ProposerChain
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import best_and_share
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_work import Work, steps_of
 
 FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # prior chance to be right, by the head's probability in tenths

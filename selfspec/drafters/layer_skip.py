@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from selfspec.controllers import Controller
-from selfspec.controllers.draft_lengths import DraftLengths
+from selfspec.controllers.draft_loop import DraftLengths
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
-from selfspec.proposers.base import Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import Proposal, ProposerChain
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
 from selfspec.speculation.drafter import Limit
@@ -17,10 +17,10 @@ from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft
-from selfspec.types.confidence import PROBABILITY, Confidence
-from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.controller import StoppingRule
+from selfspec.types.draft_path import DraftPath, SkipSet, as_path
 from selfspec.types.draft_work import Work, passes_of, with_head_steps
-from selfspec.types.skip import SkipSet
 
 
 class LayerSkipDrafter(ChainDrafter):
@@ -81,14 +81,32 @@ class LayerSkipDrafter(ChainDrafter):
         widths = [min(widest, tokens - i) for i in range(tokens)]
         return with_head_steps(passes_of(widths), 0 if self.below is None else sum(widths))
 
-    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
-        """Return what the next round of a sequence drafts on the device; None: it has to be drafted on the host."""
-        stopping = self.controller_of(seq).stopping(LENGTHS[-1])
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        """Return what the next round drafts on the device; None: it has to be drafted on the host.
+
+        Each sequence's controller ends its draft; the longest is as long as any controller lets its drafts be. With a
+        scheduler `load`, it chooses one length for all of several sequences instead.
+        """
         alone = self.on_device and self.below is None and self.candidates == 1 and not self.proposer_chain.proposers
-        if stopping is None or not alone:
+        if not alone:
             return None
-        length = self._lengths[seq].choose(stopping, LENGTHS, min(limit.depth, limit.nodes))
-        return RoundPlan(length, self._compiled, stopping, self.confidence, self.source)
+        load, controllers = self.load if len(seqs) > 1 else None, [self.controller_of(seq) for seq in seqs]
+        rules = [controller.stopping(LENGTHS[-1]) if load is None else _least(controller) for controller in controllers]
+        stopping = [rule for rule in rules if rule is not None]
+        if len(stopping) < len(seqs):
+            return None
+        most, on_read = min(limit.depth, limit.nodes), None
+        if load is None:
+            each = [self._lengths[seq].choose(rule, LENGTHS, most) for seq, rule in zip(seqs, stopping, strict=True)]
+            length = max(each)
+        else:
+            firsts = [self.first_chance(seq, load.first) for seq in seqs]
+            pairs = [c.acceptance_chances((), first) for c, first in zip(controllers, firsts, strict=True)]
+            hopes, later = zip(*pairs, strict=True)
+            allowed = [n for n in LENGTHS if n <= min(most, max(rule.most for rule in stopping))]
+            length = load.common_length(hopes, sum(later) / len(later), allowed)
+            on_read = partial(load.record_common, length)
+        return RoundPlan(length, self._compiled, stopping, self.confidence, self.source, on_read)
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Start the sequence, also in the draft head below the path, if there is one."""
@@ -149,3 +167,8 @@ class LayerSkipDrafter(ChainDrafter):
             proposal = self.below.look_up(chain, proposal, remaining)
             chain.pass_start, chain.checked = len(chain.tokens), proposal.tokens
         return proposal
+
+
+def _least(controller: Controller) -> StoppingRule:
+    """Return the part of a controller's rule that holds where a scheduler decides for the whole batch."""
+    return StoppingRule(tuple(controller.min_confidence(n) for n in range(1, LENGTHS[-1] + 1)))

@@ -10,29 +10,23 @@ from typing import Any, TypeVar
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
 from selfspec.draft_modules.heads import Head
-from selfspec.draft_modules.int4_files import open_int4
-from selfspec.draft_modules.module_files import read_part
-from selfspec.draft_modules.path_files import trained_of
+from selfspec.draft_modules.int4_quantization import open_int4
+from selfspec.draft_modules.module_files import read_part, trained_of
 from selfspec.draft_modules.registry import make_head
 from selfspec.drafters.adaptive_path import ClaspDrafter, SwiftDrafter
-from selfspec.drafters.cross_vocabulary import CrossVocabularyDrafter
-from selfspec.drafters.draft_model import ModelDrafter
+from selfspec.drafters.controlled import LookupDrafter, PlainDrafter
+from selfspec.drafters.draft_model import CrossVocabularyDrafter, ModelDrafter
 from selfspec.drafters.guard import Guard
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
-from selfspec.drafters.input_guided import InputDrafter
-from selfspec.drafters.jacobi import JacobiDrafter
+from selfspec.drafters.jacobi import JacobiDrafter, LookaheadDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
-from selfspec.drafters.lookahead import LookaheadDrafter
-from selfspec.drafters.lookup_drafter import LookupDrafter
-from selfspec.drafters.plain import PlainDrafter
-from selfspec.drafters.recycle import RecycleDrafter
+from selfspec.drafters.recycle import InputDrafter, RecycleDrafter
 from selfspec.drafters.router import make_router
 from selfspec.drafters.tree_merge import MergedDrafter
 from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model, load_tokenizer
 from selfspec.models.shards import check_unsharded
 from selfspec.models.vocabularies import TokenizerMap
-from selfspec.profile.adaptive_path_spec import ClaspSpec, SwiftSpec
 from selfspec.profile.draft_spec import (
     DraftSpec,
     LayerSkipSpec,
@@ -42,21 +36,25 @@ from selfspec.profile.draft_spec import (
     RecycleSpec,
     register_spec,
 )
-from selfspec.profile.free_draft_specs import InputSpec, JacobiSpec, LookaheadSpec
-from selfspec.profile.head_spec import HeadSpec
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import (
+    ClaspSpec,
+    HeadSpec,
+    InputSpec,
+    JacobiSpec,
+    LookaheadSpec,
+    MergedSpec,
+    ModelSpec,
+    SwiftSpec,
+)
 from selfspec.profile.schema import Profile
-from selfspec.profile.tree_merge_spec import MergedSpec
-from selfspec.proposers.base import Proposer
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import Proposer, ProposerChain
 from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, StoreProposer
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
-from selfspec.types.confidence import PROBABILITY
+from selfspec.types.acceptance import PROBABILITY, AcceptanceCurve, PayoffModel
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import WIDER
 from selfspec.types.draft_path import FULL, DraftPath

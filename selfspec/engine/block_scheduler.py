@@ -10,7 +10,7 @@ from selfspec.runtime.base import Runtime
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.paged import BLOCK, PagedCache
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 WORTH_COPYING = 16  # slots by which another row's shared prefix must be longer for it to be copied
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -19,8 +19,9 @@ from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.rounds import one_round
+from selfspec.speculation.rules import Rule
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 class _Prefilled(ModelChecker):
@@ -169,8 +170,8 @@ class Engine:
         if self.prefilled:
             outcomes = one_round(self._prefilled, self.drafter, seqs, list(limits.values()))
             self._prefilled.outputs.clear()
-        elif (outcome := self._overlapped.step(limits, ahead=not self._prefilling)) is not None:
-            outcomes = [outcome]
+        elif (on_device := self._overlapped.step(limits, ahead=not self._prefilling)) is not None:
+            outcomes = on_device
         else:
             outcomes = one_round(self._checker, self.drafter, seqs, list(limits.values()))
         for seq in seqs:
@@ -204,3 +205,28 @@ class Engine:
         """Preempt a sequence: free all its resources; it must join again."""
         self.leave(seq)
         self.preempted.append(seq)
+
+
+def decode(
+    runtime: Runtime,
+    drafter: Drafter,
+    seq: SequenceState,
+    *,
+    rule: Rule | None = None,
+    stop: Callable[[int], bool] | None = None,
+    reuse: bool = False,
+) -> Generator[Outcome]:
+    """Decode one sequence, a round at a time; each yielded `Outcome` holds the tokens that the round emitted.
+
+    Ends at an end-of-sequence token, when `seq.remaining` is 0, or when `stop` returns True; no token is emitted after
+    that. `stop` is called once for each emitted token in order. `rule` and `stop`, if set, replace `seq.rule` and
+    `seq.stop`. With `reuse`, a cached prefix, left by an earlier sequence with `reuse`, is not prefilled again. The
+    first round emits the token that follows the prompt, without a draft or a pass of its own. Raises `BusyError` while
+    another generation uses the runtime.
+    """
+    seq.rule, seq.stop = rule or seq.rule, stop or seq.stop
+    with Engine(runtime, drafter, reuse=reuse) as engine:
+        engine.join(seq)
+        while seq.remaining:
+            ((_, outcome),) = engine.step()
+            yield outcome

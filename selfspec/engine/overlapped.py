@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import Flight, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 class OverlappedRounds:
-    """The rounds that an engine runs on the device: of a single sequence, where runtime, drafter and rule allow it.
+    """The rounds that an engine runs on the device, where runtime, drafter and the sequences' rules allow it.
 
-    A round that was launched is discarded if its sequence has ended, has to share the next round with others, or an
-    exception was raised: all that it changed was the device's state, which is then sent anew, and uncommitted slots.
+    A round that was launched is discarded if another sequence joins, or an exception was raised: all that it changed
+    was the device's state, which is then sent anew, and uncommitted slots. For a sequence that ended or left, its part
+    of the round is discarded.
     """
 
     def __init__(self, runtime: Runtime, drafter: Drafter) -> None:
@@ -28,30 +29,39 @@ class OverlappedRounds:
         """Discard the round that was launched and not read."""
         self._flight = None
 
-    def step(self, limits: Mapping[SequenceState, Limit], *, ahead: bool) -> Outcome | None:
-        """Run one round of the only sequence in `limits`; None: the round has to run on the host.
+    def step(self, limits: Mapping[SequenceState, Limit], *, ahead: bool) -> list[Outcome] | None:
+        """Run one round of the sequences in `limits`; None: the round has to run on the host.
 
-        The next round is launched before this one is read, unless this one surely ends the sequence. `ahead` False: it
-        is not, since a prompt's pass may come between; the time of that pass would count as the round's.
+        The next round is launched before this one is read, with the sequences that this one does not surely end.
+        `ahead` False: it is not, since a prompt's pass may come between; the time of that pass would count as the
+        round's.
         """
         flight, self._flight = self._flight, None
-        if len(limits) != 1 or self._planner is None or self._runtime.device_rounds is None:
+        rounds, seqs = self._runtime.device_rounds, list(limits)
+        if self._planner is None or rounds is None:
             return None
-        ((seq, limit),) = limits.items()
-        rounds = self._runtime.device_rounds
-        if flight is None or flight.seq is not seq:
-            flight = self._launch(seq, WIDEST_DRAFT if limit.depth else 0, None)
+        if flight is None or not set(seqs) <= set(flight.seqs):
+            flight = self._launch(seqs, None, drafts=any(limit.depth for limit in limits.values()))
         if flight is None:
             return None
-        following = self._launch(seq, WIDEST_DRAFT, flight) if ahead and seq.remaining > 1 else None
-        outcome = rounds.read(flight)
-        self._planner.observe(seq, outcome)
-        self._flight = following if seq.remaining else None
-        return outcome
+        going = [seq for seq in seqs if seq.remaining > 1]
+        following = self._launch(going, flight) if ahead and going else None
+        outcomes = rounds.read(flight, seqs)
+        if flight.plan.on_read is not None:
+            flight.plan.on_read(len(flight.seqs))
+        for seq, outcome in zip(seqs, outcomes, strict=True):
+            self._planner.observe(seq, outcome)
+        self._flight = following if any(seq.remaining for seq in seqs) else None
+        return outcomes
 
-    def _launch(self, seq: SequenceState, depth: int, before: Flight | None) -> Flight | None:
-        """Launch a round that drafts at most `depth` tokens, after a round that was launched and not read."""
+    def _launch(self, seqs: Sequence[SequenceState], before: Flight | None, *, drafts: bool = True) -> Flight | None:
+        """Launch a round after one that was launched and not read. `drafts`: whether any sequence may draft."""
+        rounds = self._runtime.device_rounds
         assert self._planner is not None
-        assert self._runtime.device_rounds is not None
-        plan = self._planner.plan_round(seq, Limit(depth), ahead=before is not None)
-        return None if plan is None else self._runtime.device_rounds.launch(seq, plan, before)
+        assert rounds is not None
+        longest = rounds.longest(seqs)
+        if longest < 0:
+            return None
+        limit = Limit(min(longest, WIDEST_DRAFT) if drafts else 0)
+        plan = self._planner.plan_round(seqs, limit, ahead=before is not None)
+        return None if plan is None else rounds.launch(seqs, plan, before)

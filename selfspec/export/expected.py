@@ -13,9 +13,8 @@ from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.engine.loop import decode
-from selfspec.export.draft_export import with_fixed_length
-from selfspec.export.exporter import ExportPlan
+from selfspec.engine.engine import decode
+from selfspec.export.exporter import ExportPlan, with_fixed_length
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Measurement, Prediction, Profile
 from selfspec.search.continuations import DecodingSettings, continue_prompts

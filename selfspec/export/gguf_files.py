@@ -1,4 +1,4 @@
-"""A writer of GGUF files for LLaMA-like models, with a type for each matrix; `models.gguf` reads these files.
+"""Writers of GGUF files: of LLaMA-like models with a type for each matrix, and of EAGLE-3 heads.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cpp's `convert_hf_to_gguf.py`.
 """
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
+from transformers import LlamaConfig
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.export.gguf_tokenizer import Key
+from selfspec.export.head_export import HeadFiles
 from selfspec.export.weights import Weights
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
@@ -190,3 +192,59 @@ def permute_rope_rows(tensor: Tensor, heads: int) -> Tensor:
     """Reorder rows `[H * d, ...]` for llama.cpp's RoPE: rotated pairs are adjacent instead of half a head apart."""
     halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+_ARCHITECTURE = "eagle3"
+_OWN = {"fc": "fc", "norm": "output_norm", "lm_head": "output"}
+_HIDDEN = "hidden_norm"
+
+
+def write_eagle_3(path: Path, head: HeadFiles, words: Sequence[Key], *, width: int) -> None:
+    """Write an EAGLE-3 head, with its matrices as F16 or BF16.
+
+    `words`: the keys of the target's tokenizer. `width`: the target's hidden size.
+    """
+    config = _config(head)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    tensors = []
+    for name, tensor in head.tensors.items():
+        if name in ("d2t", "t2d"):
+            continue
+        module, _, suffix = name.rpartition(".")
+        own = module.rpartition(".")[2]
+        kind = Type.F32 if tensor.ndim == 1 else Type.F16 if tensor.dtype == torch.float16 else Type.BF16
+        gguf_name = _OWN.get(module) or ("blk.0.attn_norm_2" if own == _HIDDEN else module_name(f"model.{module}"))
+        tensors.append(
+            (f"{gguf_name}.{suffix}", permute_rope_rows(tensor, heads[own]) if own in heads else tensor, kind)
+        )
+    offsets = head.tensors["d2t"]
+    if len(offsets) < config.vocab_size:
+        tensors.append(("d2t", offsets + torch.arange(len(offsets)), Type.I64))
+    if (divisors := rope_divisors(config)) is not None:
+        tensors.append(("rope_freqs.weight", divisors, Type.F32))
+    context = int(config.max_position_embeddings)
+    write(
+        path,
+        _ARCHITECTURE,
+        [*model_keys(_ARCHITECTURE, config, context, "draft"), *_of_head(head, width), *words],
+        tensors,
+    )
+
+
+def _config(head: HeadFiles) -> LlamaConfig:
+    """Return the `transformers` configuration of the head's decoder layer, which is a LLaMA layer."""
+    named: dict[str, Any] = {
+        name: value for name, value in head.config.items() if name not in ("rope_theta", "rope_scaling")
+    }
+    rope = {"rope_type": "default", **head.config.get("rope_scaling", {}), "rope_theta": head.config["rope_theta"]}
+    return LlamaConfig(**named, rope_parameters=rope)
+
+
+def _of_head(head: HeadFiles, width: int) -> list[Key]:
+    integer, flag = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.BOOL
+    return [
+        (f"{_ARCHITECTURE}.target_layers", list(head.layers), gguf.GGUFValueType.ARRAY, integer),
+        (f"{_ARCHITECTURE}.target_hidden_size", width, integer, None),
+        (f"{_ARCHITECTURE}.norm_before_residual", False, flag, None),
+        (f"{_ARCHITECTURE}.norm_before_fc", False, flag, None),
+    ]

@@ -9,10 +9,26 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
-from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
-from selfspec.export.model_drafts import describe_layers, in_full, layers_folder, model_folder, other_model, same_tokens
-from selfspec.export.weights import target_of
+from selfspec.export.exporter import (
+    DraftModel,
+    ExportJob,
+    ExportPlan,
+    ExportResult,
+    LookupDraft,
+    Sublayers,
+    TrainedHead,
+    UnsupportedDraft,
+    refused,
+)
+from selfspec.export.weights import (
+    describe_layers,
+    in_full,
+    layers_folder,
+    model_folder,
+    other_model,
+    same_tokens,
+    target_of,
+)
 from selfspec.integrations.custom_generate import hf
 from selfspec.profile.draft_spec import LookupSpec, ProposerSpec
 from selfspec.profile.schema import Profile

@@ -12,14 +12,29 @@ from typing import Any
 from gguf import GGMLQuantizationType as Type
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
-from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
-from selfspec.export.gguf_eagle import write_eagle_3
-from selfspec.export.gguf_files import fake_quantize, type_of, write_model
+from selfspec.export.exporter import (
+    DraftModel,
+    ExportJob,
+    ExportPlan,
+    ExportResult,
+    LookupDraft,
+    Sublayers,
+    TrainedHead,
+    UnsupportedDraft,
+    refused,
+)
+from selfspec.export.gguf_files import fake_quantize, type_of, write_eagle_3, write_model
 from selfspec.export.gguf_tokenizer import Key, tokenizer_keys, tokenizer_keys_of_file
 from selfspec.export.head_export import INSTEAD, form_of, head_files
-from selfspec.export.model_drafts import describe_layers, other_model, same_tokens
-from selfspec.export.weights import Weights, model_of, path_weights, weights_of
+from selfspec.export.weights import (
+    Weights,
+    describe_layers,
+    model_of,
+    other_model,
+    path_weights,
+    same_tokens,
+    weights_of,
+)
 from selfspec.llm.llm import LLM
 from selfspec.models.loading import gguf_file
 from selfspec.types.draft_path import DraftPath, Mode

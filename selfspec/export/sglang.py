@@ -9,10 +9,20 @@ from typing import Any
 
 import torch
 
-from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
-from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
+from selfspec.export.exporter import (
+    DraftModel,
+    ExportJob,
+    ExportPlan,
+    ExportResult,
+    LookupDraft,
+    Sublayers,
+    TrainedHead,
+    UnsupportedDraft,
+    refused,
+)
 from selfspec.export.head_export import INSTEAD, HeadFiles, head_files
-from selfspec.export.model_drafts import (
+from selfspec.export.vllm import quantization_limitation, save_head
+from selfspec.export.weights import (
     check_shorter,
     describe_layers,
     in_full,
@@ -20,9 +30,8 @@ from selfspec.export.model_drafts import (
     model_folder,
     other_model,
     same_tokens,
+    target_of,
 )
-from selfspec.export.vllm import quantization_limitation, save_head
-from selfspec.export.weights import target_of
 from selfspec.types.draft_path import DraftPath
 
 _ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}

@@ -12,10 +12,20 @@ from typing import Any
 
 import yaml
 
-from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
-from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
+from selfspec.export.exporter import (
+    DraftModel,
+    ExportJob,
+    ExportPlan,
+    ExportResult,
+    LookupDraft,
+    Sublayers,
+    TrainedHead,
+    UnsupportedDraft,
+    refused,
+)
 from selfspec.export.head_export import HeadFiles, form_of, head_files
-from selfspec.export.model_drafts import (
+from selfspec.export.vllm import save_head
+from selfspec.export.weights import (
     check_shorter,
     describe_layers,
     in_full,
@@ -23,9 +33,8 @@ from selfspec.export.model_drafts import (
     model_folder,
     other_model,
     same_tokens,
+    target_of,
 )
-from selfspec.export.vllm import save_head
-from selfspec.export.weights import target_of
 
 _NGRAM = 4  # longest n-gram that is looked up, in tokens
 

@@ -10,10 +10,19 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from selfspec.export.draft_export import DraftModel, LookupDraft, Sublayers, TrainedHead, UnsupportedDraft
-from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult, refused
+from selfspec.export.exporter import (
+    DraftModel,
+    ExportJob,
+    ExportPlan,
+    ExportResult,
+    LookupDraft,
+    Sublayers,
+    TrainedHead,
+    UnsupportedDraft,
+    refused,
+)
 from selfspec.export.head_export import HeadFiles, form_of, head_files
-from selfspec.export.model_drafts import (
+from selfspec.export.weights import (
     check_shorter,
     describe_layers,
     in_full,
@@ -21,8 +30,8 @@ from selfspec.export.model_drafts import (
     model_folder,
     other_model,
     same_tokens,
+    target_of,
 )
-from selfspec.export.weights import target_of
 from selfspec.types.draft_path import DraftPath
 
 SPECULATORS = "0.9.0"

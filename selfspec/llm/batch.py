@@ -9,25 +9,24 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from selfspec.basics.clock import clock
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.machine import clock
 from selfspec.controllers import BatchDraftScheduler
 from selfspec.drafters import make_guarded
 from selfspec.drafters.batch_policy import chain_of, decide_together, reads_blocks, runtime_of
-from selfspec.drafters.plain import PlainDrafter
+from selfspec.drafters.controlled import PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.llm.batch_costs import measure_round_costs
 from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
-from selfspec.llm.request import Model, Request, TokenLogprobs
+from selfspec.llm.request import Model, Request, TokenLogprobs, prompt_logprobs
 from selfspec.llm.sampling_plan import Plan
-from selfspec.llm.scoring import prompt_logprobs
 from selfspec.profile.schema import Profile
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 from selfspec.types.draft_work import GUIDE, LOOKUP_WORK
 
 CHUNK = 512  # prefill chunk in tokens while no sequence is being decoded
@@ -204,7 +203,7 @@ class Batch:
             )
 
     def prompt_logprobs(self, prompt: Sequence[int], options: Options, top: int) -> list[TokenLogprobs]:
-        """Return the log probabilities of a prompt's tokens, as `scoring.prompt_logprobs`, by the options' adapter."""
+        """Return the log probabilities of a prompt's tokens, as `request.prompt_logprobs`, by the options' adapter."""
         self.llm.adapters.use(self.llm.adapters.named(options.adapter))
         return prompt_logprobs(self.llm.runtime, prompt, top)
 

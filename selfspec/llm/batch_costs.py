@@ -8,20 +8,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from selfspec.basics.clock import clock
-from selfspec.basics.machine import synchronise
+from selfspec.basics.machine import clock, synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
 from selfspec.drafters.autoregressive import ChainDrafter
 from selfspec.engine.engine import Engine
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.round_costs import PassCosts
+from selfspec.types.costs import PassCosts
 
 KEYS = 8  # prompt length in tokens
 PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-up round

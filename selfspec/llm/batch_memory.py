@@ -10,7 +10,7 @@ import torch
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.paged import BLOCK
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 USUAL = 2048  # default capacity for each row in tokens
 SHARE = 0.5  # largest share of the free memory that the default capacity takes

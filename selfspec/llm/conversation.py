@@ -11,7 +11,7 @@ from selfspec.llm.sampling_plan import Plan
 from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
 from selfspec.speculation.drafter import Drafter
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 
 
 class ChatModel(Protocol):

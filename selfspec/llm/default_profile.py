@@ -13,10 +13,9 @@ from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
 from selfspec.models.native_library import available
-from selfspec.profile.choosing import choose_profile, shipped_for
 from selfspec.profile.draft_spec import LookupSpec
-from selfspec.profile.method_profiles import quantized_profile
 from selfspec.profile.schema import Profile
+from selfspec.profile.shipped import choose_profile, quantized_profile, shipped_for
 from selfspec.types.identity import Identity
 
 DRAFTED = 7  # tokens of a draft: int8 drafts are hardly ever rejected, and 8 rows are verified at little more than one

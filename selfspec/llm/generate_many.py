@@ -12,7 +12,7 @@ from selfspec.llm.request import Request
 from selfspec.llm.sampling_plan import Plan, new_tokens
 from selfspec.llm.stream import Generation
 from selfspec.speculation.sampling import as_integer
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 
 
 def generate_many(llm: BatchModel, prompts: Iterable[Prompt], options: ManyOptions) -> list[Generation]:

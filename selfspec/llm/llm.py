@@ -13,7 +13,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter, calibrate, make_drafter, make_guarded
 from selfspec.drafters.registry import make_layer_skip
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.default_profile import resolve_profile
@@ -29,9 +29,9 @@ from selfspec.models.half_storage import held_dtypes
 from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, weight_bytes
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
-from selfspec.profile.choosing import check_profile, choose_profile, named_profile, with_lookup_files
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.profile.shipped import check_profile, choose_profile, named_profile, with_lookup_files
 from selfspec.proposers.history import check_answers
 from selfspec.proposers.store import Store
 from selfspec.runtime.base import Runtime
@@ -41,11 +41,10 @@ from selfspec.speculation.sampling import as_integer
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.detokenizer import TextStream
 from selfspec.text.guided import Guide
-from selfspec.text.prompt import Message, Prompt, is_chat, is_unicode, token_ids
+from selfspec.text.prompt_template import Message, Prompt, is_chat, is_unicode, token_ids
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.draft_path import DraftPath, SkipSet, as_path
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor

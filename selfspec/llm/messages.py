@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, reason, short
-from selfspec.text.prompt import Message, is_unicode
+from selfspec.text.prompt_template import Message, is_unicode
 
 ROLES = ("system", "user", "assistant")
 

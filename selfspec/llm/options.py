@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import Option
-from selfspec.text.prompt import is_unicode
-from selfspec.types.limits import LOWEST_TEMPERATURE
+from selfspec.text.prompt_template import is_unicode
+from selfspec.types.methods import LOWEST_TEMPERATURE
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.messages import check_system, message, render
 from selfspec.models.loading import load_tokenizer
-from selfspec.text.prompt import Prompt, is_chat
+from selfspec.text.prompt_template import Prompt, is_chat
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM

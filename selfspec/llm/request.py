@@ -1,4 +1,4 @@
-"""A request of a batch: its prompt, its sequence, and its results so far."""
+"""A request of a batch: its prompt, its sequence, its results so far, and the scores of its prompt's own tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from selfspec.llm.options import Options
 from selfspec.llm.sampling_plan import Plan, with_deadline
 from selfspec.llm.stream import Generation, Spans, count_round, finish_of
 from selfspec.models.adapters import Adapters
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.detokenizer import TextStream
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 from selfspec.types.events import Origin
 from selfspec.types.stats import Finish, Stats
 
@@ -169,3 +170,23 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenL
         pairs = () if best is None else zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)
         logprobs.append(TokenLogprobs(token, float(every[i, token]), tuple(pairs)))
     return logprobs
+
+
+LOGITS = 2**24  # most logits in memory at a time
+
+
+def prompt_logprobs(runtime: Runtime, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Return each prompt token's log probability given the tokens before it, by one prefill of the prompt.
+
+    The first token has none. `top`: how many of the most probable tokens at each position to return. Raises
+    `SelfspecError` if no KV cache can be allocated for the prompt.
+    """
+    scored = [TokenLogprobs(prompt[0], None)]
+    chunk = max(1, LOGITS // (runtime.skeleton.identity.vocabulary or LOGITS))
+    with runtime.session(len(prompt)):
+        for start in range(0, len(prompt) - 1, chunk):
+            tokens = prompt[start : min(start + chunk, len(prompt) - 1)]
+            step = runtime.forward(torch.tensor([tokens], device=runtime.device), start)
+            assert step.logits is not None
+            scored += top_logprobs(step.logits[0], prompt[start + 1 : start + 1 + len(tokens)], top)
+    return scored

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from selfspec.basics.keywords import show_signature
+from selfspec.basics.option import show_signature
 from selfspec.llm.options import Options
 
 P = ParamSpec("P")

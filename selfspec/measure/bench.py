@@ -15,22 +15,19 @@ from selfspec.basics.checked_model import Json
 from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth, release_memory
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.measure.agreement import Verdict, count_verdicts, verdict
 from selfspec.measure.bench_methods import find_method
 from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
-from selfspec.measure.extra_memory import extra_drafter_bytes
-from selfspec.measure.model_copies import ModelCopies
-from selfspec.measure.summary import by_task, expected, summary, theory
+from selfspec.measure.model_copies import ModelCopies, extra_drafter_bytes
+from selfspec.measure.summary import Verdict, by_task, count_verdicts, expected, summary, theory, verdict
 from selfspec.measure.timing import Method, Runs, conditions, interleave, same_length
 from selfspec.models.layout import weight_bytes
-from selfspec.models.onednn_linear import PackedLinear
-from selfspec.models.stored_linear import StoredEmbedding
+from selfspec.models.stored_linear import PackedLinear, StoredEmbedding
 from selfspec.profile.schema import Profile
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.text.prompt import Prompt
-from selfspec.types.bits import bits_read
+from selfspec.text.prompt_template import Prompt
 from selfspec.types.costs import CostModel
+from selfspec.types.identity import bits_read
 from selfspec.types.stats import Stats
 
 WIDTHS = (1, 2, 3, 4, 6, 8)  # tokens per pass of the timed forward passes

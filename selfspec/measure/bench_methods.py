@@ -74,7 +74,7 @@ def _named(name: str, weights: Weights = "plain") -> BenchMethod:
     """Return the method whose name determines its draft settings; the costs come from the benchmark's profile."""
 
     def profile(llm: LLM, base_profile: Profile) -> Profile:
-        from selfspec.profile.method_profiles import by_method
+        from selfspec.profile.shipped import by_method
 
         return by_method(name, base_profile, llm.identity)
 
@@ -85,8 +85,7 @@ def _of_file(name: str) -> BenchMethod:
     """Return the method that drafts with the profile in the file `name`."""
 
     def profile(llm: LLM, _: Profile) -> Profile:
-        from selfspec.profile.choosing import check_profile
-        from selfspec.profile.shipped import find_profile_file
+        from selfspec.profile.shipped import check_profile, find_profile_file
 
         own = find_profile_file(name)
         check_profile(own, llm.identity)
@@ -104,7 +103,7 @@ def _of_draft_model(name: str) -> BenchMethod:
     def profile(llm: LLM, base_profile: Profile) -> Profile:
         from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter
         from selfspec.measure.cost_fitting import forward_seconds
-        from selfspec.profile.method_profiles import by_method
+        from selfspec.profile.shipped import by_method
 
         method_profile = by_method(name, base_profile, llm.identity)
         drafter = llm.drafter_for(method_profile)

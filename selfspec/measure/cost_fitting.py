@@ -22,13 +22,12 @@ from selfspec.basics.machine import synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.llm.llm import LLM
-from selfspec.llm.round_timer import RoundSample
+from selfspec.llm.local_costs import RoundSample
 from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, fit_context, lower_quartile, pace
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.costs import CostModel, ModeCosts
-from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, as_path
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import FULL, LOW, DraftPath, HeadMode, Mode, SkipSet, as_path
 
 DISTURBED_FACTOR = 4  # how many times longer to measure if other processes disturb the timing
 DOUBTFUL = 0.1  # relative error on paths left out of the fit above which the measurement goes on for longer

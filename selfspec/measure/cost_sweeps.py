@@ -11,10 +11,10 @@ from itertools import islice
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.llm.round_timer import RoundSample, timed_rounds
+from selfspec.llm.local_costs import RoundSample, timed_rounds
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 # Each draft length and its number of rounds in one decoding. Short drafts dominate, as in use, because the state of the
 # CPU caches depends on the lengths of the previous rounds.

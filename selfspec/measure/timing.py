@@ -26,7 +26,7 @@ from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 from selfspec.types.stats import Round, Stats
 
 Method = Callable[[Prompt], Stats]

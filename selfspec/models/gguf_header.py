@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import kind
-from selfspec.types.limits import MOST_LAYERS
+from selfspec.types.methods import MOST_LAYERS
 
 MAGIC = b"GGUF"
 _SCALARS = "BbHhIif?__Qqd"  # `struct` format letters by GGUF value type; 8 is a string, 9 an array

@@ -7,8 +7,9 @@ model's, and the choice is cached.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,50 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import release_memory
 from selfspec.models.linears import Call
-from selfspec.models.low_precision import Bits, Kernel, QuantizedWeight, fake, quantize
+from selfspec.models.low_precision import Bits, Kernel, PackedWeight, QuantizedWeight, fake, quantize
 from selfspec.models.native import NativeProduct
 from selfspec.models.native_library import available, timing_key
-from selfspec.models.packed_weight import PackedWeight
-from selfspec.models.product_timing import seconds_of
 from selfspec.models.triton_kernels.switch import triton_enabled
+
+
+def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Return the mean seconds of one of `calls`, run one after the other on `device`.
+
+    On CUDA they are captured as a graph, and its replay is timed by the device's own events. Raises `RuntimeError` if
+    they cannot be captured.
+    """
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - begun) / len(calls)
+    graph, first, last = _captured(calls, device)
+    graph.replay()  # the first replay also uploads the graph
+    first.record()
+    graph.replay()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3 / len(calls)
+
+
+def _captured(
+    calls: Sequence[Callable[[], object]], device: torch.device
+) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Event, torch.cuda.Event]:
+    """Return a graph of `calls`, and two events to time its replay."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for call in calls:
+                call()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        return graph, first, last
+
 
 _OUTPUTS, _VALUES = 4096, 2**26  # the timed weight has at least `_OUTPUTS` outputs, else at most `_VALUES` values
 _REPEATS = 5

@@ -27,9 +27,8 @@ from selfspec.models.half_storage import half_of, nativise_exactly_, nativise_mo
 from selfspec.models.linears import Group, is_exact, join_, linear, side_by_side
 from selfspec.models.native import IN_A_PASS, ROWS, NativeProduct
 from selfspec.models.native_library import KINDS, available, library, timing_key
-from selfspec.models.onednn_linear import PackedLinear, pack_
 from selfspec.models.shards import local_weight
-from selfspec.models.stored_linear import StoredEmbedding, StoredLinear
+from selfspec.models.stored_linear import PackedLinear, StoredEmbedding, StoredLinear, pack_
 
 LAYOUTS = ("rows", "columns", "onednn", "native")
 WIDTHS = (1, 2, 3, 4, 8, 128)  # timed numbers of rows: a decode step's (1), verification passes' (2 to 8), a prefill's

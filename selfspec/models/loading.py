@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import kind
-from selfspec.basics.hub import unreachable
+from selfspec.basics.machine import unreachable
 from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabulary
-from selfspec.models.config_checks import check_config
 from selfspec.models.gguf import check_gguf, description, load_dequantized, own_dtype
 from selfspec.models.gguf_header import is_gguf
-from selfspec.models.hub_names import is_hub_name, pinned, stored
-from selfspec.models.pypi_models import PACKAGED, packaged_file
+from selfspec.models.hub_names import PACKAGED, check_config, is_hub_name, packaged_file, pinned, stored
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,7 @@ from selfspec.models.layout import suits_native
 from selfspec.models.linears import Call, Group, Moved, PartLinear, is_exact, is_plain, linear_over
 from selfspec.models.low_precision import Bits, Kernel, bytes_of, is_quantizable
 from selfspec.models.native import NativeProduct
-from selfspec.models.path_modules import Int4Weights, Trained
-from selfspec.models.quantized_sublayers import WeightQuantizer, bytes_of_experts
+from selfspec.models.quantized_sublayers import Int4Weights, Trained, WeightQuantizer, bytes_of_experts
 from selfspec.models.structure import Absent, Forwards, Structure, find_structure
 
 SUB_LAYERS: tuple[SubLayer, SubLayer] = ("attention", "mlp")

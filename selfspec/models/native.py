@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
-from selfspec.models.low_precision import QuantizedWeight
+from selfspec.models.low_precision import PackedWeight, QuantizedWeight
 from selfspec.models.native_library import KINDS, NORM_KINDS, library
 from selfspec.models.norms import NormData
-from selfspec.models.packed_weight import PackedWeight
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
 # Native products are timed one by one, and their times multiplied by this factor: a native pass has no overhead between

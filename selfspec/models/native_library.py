@@ -26,9 +26,8 @@ from typing import Any
 import torch
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cache_folder, read_cached, write_cached
+from selfspec.basics.files import cache_folder, is_private, open_private, read_cached, write_cached
 from selfspec.basics.machine import machine
-from selfspec.basics.private_paths import is_private, open_private
 
 _log = logging.getLogger("selfspec")
 _SOURCE = Path(__file__).with_name("native.cpp")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.low_precision import GROUPS, QuantizedWeight
-from selfspec.types.int4_methods import METHODS, Int4Method
+from selfspec.types.methods import INT4_METHODS, Int4Method
 
 _CHUNK = 2**16  # weights to search a grid for at once: few enough for the processor's caches
 _FACTORS = tuple(0.6 + 0.025 * i for i in range(20))  # factors on a group's range; one is 1
@@ -69,7 +69,7 @@ def quantize_int4(
     with values that are not finite, and for an unknown method.
     """
     if method not in QUANTIZERS:
-        raise SelfspecError(f"method '{method}' of quantising is not known; known: {', '.join(METHODS)}")
+        raise SelfspecError(f"method '{method}' of quantising is not known; known: {', '.join(INT4_METHODS)}")
     if not bool(torch.isfinite(weight).all()):
         raise SelfspecError("a weight to quantise has values that are not finite; expected finite ones")
     moments = moments or InputMoments(torch.ones(weight.shape[1], device=weight.device))

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
-from selfspec.models.families.base import Parts
+from selfspec.models.families.base import Parts, Sizes
 from selfspec.models.linears import Group, on_rows
-from selfspec.models.sizes import Sizes
 from selfspec.types.identity import Identity
 
 

@@ -17,13 +17,12 @@ from torch import Tensor
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import check_hooks, check_places, containers, device_of, dtype_of, is_dense, weight_of
 from selfspec.models.families import Parts, find_family, is_lean
-from selfspec.models.families.base import AttentionSpec, Block
+from selfspec.models.families.base import AttentionSpec, Block, Sizes
 from selfspec.models.linears import Call, Moved
 from selfspec.models.low_precision import Kernel
 from selfspec.models.norms import Norm, Norms
 from selfspec.models.quantized_sublayers import QuantizedSublayers
 from selfspec.models.shards import full_weight, is_sharded, local_parts, local_sizes
-from selfspec.models.sizes import Sizes
 from selfspec.types.identity import Identity
 
 ROPES = ("default", "linear", "llama3", "yarn")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import FAMILIES
-from selfspec.models.sizes import Sizes
+from selfspec.models.families.base import Sizes
 from selfspec.models.skeleton import context_of, decoder_part, ends_of, read_identity
 from selfspec.types.identity import Identity
 

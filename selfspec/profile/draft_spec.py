@@ -12,13 +12,11 @@ from pydantic import Field, model_validator
 
 from selfspec.basics.checked_model import Count, Data
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.types.acceptance import Chance
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import Chance, Confidence
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath, as_path
+from selfspec.types.draft_path import DraftPath, SkipSet, as_path
 from selfspec.types.identity import Identity
-from selfspec.types.limits import WIDEST_DRAFT
-from selfspec.types.skip import SkipSet
+from selfspec.types.methods import WIDEST_DRAFT
 
 
 class Skip(Data):

@@ -15,9 +15,9 @@ from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile, Published
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.limits import MOST_LAYERS
-from selfspec.types.skip import SkipSet
+from selfspec.types.methods import MOST_LAYERS
 
 PARTS = ("attention", "mlp")
 NOTE = "published, not measured here; the controller is selfspec's default, not part of what was published"

@@ -16,11 +16,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, model_
 
 from selfspec.basics.checked_model import Count, Data, Positive, Rate, Seconds
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.profile import adaptive_path_spec as adaptive_path_spec
-from selfspec.profile import free_draft_specs as free_draft_specs
-from selfspec.profile import head_spec as head_spec  # imported to register the kinds
-from selfspec.profile import model_spec as model_spec
-from selfspec.profile import tree_merge_spec as tree_merge_spec
+from selfspec.profile import drafter_specs as drafter_specs  # imported to register the kinds
 from selfspec.profile.draft_spec import (
     DraftSpec,
     LayerSkipSpec,
@@ -32,12 +28,10 @@ from selfspec.profile.draft_spec import (
 )
 from selfspec.profile.module_files_spec import ModuleFile, bring_parts, check_parts
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff
-from selfspec.types.bits import BitsRead, bits_read
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
+from selfspec.types.identity import BitsRead, Identity, bits_read
 
 
 class Published(Data):

@@ -1,9 +1,15 @@
-"""The interface of proposers, and their acceptance statistics."""
+"""The interface of proposers, their acceptance statistics, and chains of several proposers for one drafter.
+
+A draft pass checks lookup tokens together with the token that it must read. The drafted tokens do not change: if a
+drafted token equals the lookup token, the logits after it are computed already. Does not import torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple, Protocol, runtime_checkable
 
 MEMORY = 0.98  # decay of an observation's weight with each later observation
@@ -83,3 +89,104 @@ class AcceptanceStats:
         """Return the chance that a lookup token of this strength is right."""
         index = min(strength, len(self.first) - 1)
         return self._right[index] / self._counts[index]
+
+
+FREE = 15  # most lookup tokens verified in place of a draft: a wider verification pass may cost far more
+
+
+class ProposerChain:
+    """Several proposers; a draft pass checks as many of their lookup tokens as are expected to save time.
+
+    `prices[i]`: the cost of a draft pass over i + 1 tokens, in any unit; no pass is over more than `len(prices)`
+    tokens.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer] = (), prices: Sequence[float] = (1.0,)) -> None:
+        self.proposers = tuple(proposers)
+        self.prices = tuple(prices)
+
+    def new_state(self, *, prompt: int = 0, seeded: bool = False) -> ProposerState:
+        """Return the state of an empty text; its first `prompt` tokens will be the prompt.
+
+        `seeded`: whether the sequence has a seed; if so, proposers that learn from earlier texts are left out.
+        """
+        learners = [proposer for proposer in self.proposers if isinstance(proposer, LearningProposer)]
+        able = [proposer for proposer in self.proposers if not (seeded and proposer in learners)]
+        readers = [(proposer.name, proposer.reader()) for proposer in able]
+        return ProposerState(self, readers, prompt, () if seeded else learners)
+
+
+class ProposerState:
+    """The state of one text for all proposers of a `ProposerChain`."""
+
+    def __init__(
+        self,
+        ahead: ProposerChain,
+        readers: Sequence[tuple[str, ProposerReader]],
+        prompt: int,
+        learners: Sequence[LearningProposer],
+    ) -> None:
+        self._ahead, self._readers = ahead, readers
+        self._prompt, self._learners = prompt, learners
+        self._num_read = 0
+
+    def read(self, text: Sequence[int]) -> None:
+        """Read the new tokens of `text`, the whole text so far."""
+        for _, reader in self._readers:
+            for token in text[self._num_read :]:
+                reader.append(token)
+        self._num_read = len(text)
+
+    def finish(self, text: Sequence[int]) -> None:
+        """Teach the finished text to the proposers that learn."""
+        for learner in self._learners:
+            learner.learn(text[: self._prompt], text[self._prompt :])
+
+    def lookup(self, most: int, ends: Collection[int]) -> Proposal:
+        """Return the proposal with the most expected right tokens, to be verified in place of a draft.
+
+        It has at most `most` tokens, never more than `FREE`, and none after the first of the end-of-sequence tokens
+        `ends`.
+        """
+        chosen, best = NO_PROPOSAL, 0.0
+        for source, reader in self._readers:
+            proposal = reader.look_up((), min(most, FREE))
+            end = next((i for i, token in enumerate(proposal.tokens, start=1) if token in ends), len(proposal.tokens))
+            expected = sum(accumulate(proposal.chances[:end], mul))
+            if expected > best:
+                best, chosen = expected, proposal.cut(end, source)
+        return chosen
+
+    def look_up(self, drafted: Sequence[int], most: int) -> Proposal:
+        """Return at most `most` lookup tokens after the text and then `drafted`, for the next draft pass.
+
+        The proposer and the length maximise the expected tokens of the pass (one plus the expected right lookup tokens)
+        divided by the cost of the pass.
+        """
+        prices = self._ahead.prices
+        most = min(most, len(prices) - 1)
+        chosen, best = NO_PROPOSAL, 1.0 / prices[0]
+        for source, reader in self._readers:
+            proposal = reader.look_up(drafted, most)
+            tokens = reach = 1.0
+            for n, chance in enumerate(proposal.chances, start=1):
+                reach *= chance
+                tokens += reach
+                if tokens > best * prices[n]:
+                    best, chosen = tokens / prices[n], proposal.cut(n, source)
+        return chosen
+
+    def passes(self, drafted: Sequence[int], max_length: int) -> list[tuple[int, int]]:
+        """Return the draft passes that draft these tokens: the index of each pass's first token, and the pass's width.
+
+        `max_length`: the largest draft length allowed.
+        """
+        passes, i = list[tuple[int, int]](), 0
+        while i < len(drafted):
+            proposal = self.look_up(drafted[:i], max_length - i - 1).tokens
+            passes.append((i, 1 + len(proposal)))
+            for predicted, token in zip([*proposal, None], drafted[i:], strict=False):
+                i += 1
+                if predicted != token:
+                    break
+        return passes

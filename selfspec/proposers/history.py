@@ -13,8 +13,7 @@ from pathlib import Path
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind, parse_json, read_text
 from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
-from selfspec.proposers.lookup import FIRST
-from selfspec.proposers.suffix_automaton import NO_MATCH, SuffixAutomaton
+from selfspec.proposers.lookup import FIRST, NO_MATCH, SuffixAutomaton
 
 _log = logging.getLogger("selfspec")
 BEFORE = 16  # last tokens of the prompt kept with the answer, so that the answer's beginning can be looked up

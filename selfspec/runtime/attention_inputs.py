@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from selfspec.models.families.base import AttentionSpec
+from selfspec.basics.errors import SelfspecError
+from selfspec.models.families.base import AttentionSpec, Rope, Sizes
+from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.cache import Cache
-from selfspec.runtime.masks import Masks
-from selfspec.runtime.rotary import RotaryTable
 
 
 class PassInputs(NamedTuple):
     """Shape, positions, slots, mask and cache rows of a pass over tokens `[batch, n]`; see `Runtime.forward`.
 
-    `causal`: whether `mask` shows a token exactly the slots up to its own, which equal their tokens' positions.
+    `causal`: whether `mask` shows a token exactly the slots up to its own, which equal their tokens' positions; padding
+    alone is written elsewhere, see `Cache.spare`.
     """
 
     batch: int
@@ -104,3 +108,111 @@ def to_device(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
     if inputs.mask is not None:
         moved["mask"] = inputs.mask.to(device)
     return replace(inputs, **moved)
+
+
+# cuDNN's would come first on Hopper GPUs. It takes 20 to 40 ms to prepare for a new shape, as each decode step has.
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def fused_backends(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which fused attention on `device` uses one of `BACKENDS`; elsewhere than on CUDA, any."""
+    return sdpa_kernel([*BACKENDS]) if device.type == "cuda" else nullcontext()
+
+
+_ALIGNED = 8  # slots: CUDA's fused attention copies a mask whose rows do not start at multiples
+
+
+class Masks:
+    """Masks of one model on one device, in its dtype: 0 where a slot is visible, -inf where it is hidden.
+
+    The rows of a mask start at multiples of `aligned` slots (None: of 8 on CUDA, of 1 elsewhere).
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device, *, aligned: int | None = None) -> None:
+        self._aligned = aligned or (_ALIGNED if device.type == "cuda" else 1)
+        self._kv_heads, self._group = sizes.kv_heads, sizes.heads // sizes.kv_heads
+        self._dtype, self._device = sizes.dtype, device
+        self._later = self._triangle(64)
+
+    def _triangle(self, n: int) -> Tensor:
+        return torch.full((n, n), -torch.inf, dtype=self._dtype, device=self._device).triu(1)
+
+    def chain(self, n: int, end: int, window: int | None = None) -> Tensor:
+        """Return the causal mask `[n, end]` of n consecutive tokens in the last n of `end` slots.
+
+        With `window`, each token attends to only the last `window` slots, which include its own slot.
+        """
+        later = self._later if n <= len(self._later) else self._triangle(n)
+        mask = F.pad(later[:n, :n], (end - n, -end % self._aligned))[:, :end]
+        if window is None or end <= window:
+            return mask
+        return mask.add_(torch.full_like(mask, -torch.inf).tril(end - n - window))
+
+    def additive(self, mask: Tensor) -> Tensor:
+        """Convert a boolean mask `[B, n, S]` (true: visible) to an additive mask `[B * H_kv, 1, n, S]`.
+
+        If B is 1, the additive mask is `[1, 1, n, S]`.
+        """
+        batch, n, slots = mask.shape
+        repeats = 1 if batch == 1 else self._kv_heads
+        padded = (batch, repeats, n, -(-slots // self._aligned) * self._aligned)
+        additive = torch.zeros(padded, dtype=self._dtype, device=self._device)[..., :slots]
+        return additive.masked_fill_(mask.logical_not().unsqueeze(1), -torch.inf).flatten(0, 1).unsqueeze(1)
+
+    def grouped(self, additive: Tensor) -> Tensor:
+        """Repeat a mask from `chain` or `additive` for the G query heads of a KV head: `[1 or B * H_kv, G * n, S]`."""
+        return additive.view(-1, *additive.shape[-2:]).repeat(1, self._group, 1)
+
+
+class RotaryTable:
+    """Cosines and sines `[positions, 1, d]` of one RoPE, times `scale`: rotated x is x * cos + x[`partner`] * sin.
+
+    `partner` `[d]` is the index of the dimension that each dimension is rotated with (None: the dimension d / 2 away).
+    Only the first `rotary_dim` dimensions are rotated, `interleaved` or not, see `Rope`. `keep` is the identity matrix
+    `[d, d]`, in the dtype and on the device of the model's first layer.
+    """
+
+    def __init__(self, rope: Rope, positions: int, keep: Tensor, scale: float) -> None:
+        d = len(keep)
+        position_ids = torch.arange(max(positions, 1), device=keep.device)[None]
+        cos, sin = (
+            t[0].to(keep) for t in rope.rotary(keep, position_ids)
+        )  # the rotary module may be on another device
+        rotary_dim = cos.shape[-1]
+        if rotary_dim > d or rotary_dim % 2:
+            raise SelfspecError(f"rope covers {rotary_dim} of {d} dimensions; expected an even number of them")
+        partner = torch.arange(d, device=keep.device)
+        if rope.interleaved:
+            partner[:rotary_dim] = partner[:rotary_dim] ^ 1
+        else:
+            partner[:rotary_dim] = partner[:rotary_dim].roll(rotary_dim // 2)
+        sign = (partner > torch.arange(d, device=keep.device)).to(keep) * -2 + 1  # of a pair, x1 gets -x2 * sin
+        rest = d - rotary_dim
+        self.cos = F.pad(cos, (0, rest), value=1.0).unsqueeze(1) * scale
+        self.sin = (F.pad(sin, (0, rest)) * sign).unsqueeze(1) * scale
+        self.partner = partner if rope.interleaved or rest else None
+        self.rotary_dim, self.interleaved = rotary_dim, rope.interleaved
+        self._keep, self._swap = keep, keep[partner]
+
+    def rotation(self, positions: int | Tensor, batch: int, n: int, *, matrix: bool) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the rotation of tokens at `positions`, as matrices if `matrix`; shapes as in `AttentionInputs`."""
+        if isinstance(positions, int):
+            cos, sin = self.cos.narrow(0, positions, n), self.sin.narrow(0, positions, n)
+            if batch > 1:
+                cos, sin = cos.repeat(batch, 1, 1), sin.repeat(batch, 1, 1)
+        else:
+            cos, sin = self.cos[positions].flatten(0, 1), self.sin[positions].flatten(0, 1)  # [N, 1, d]
+        if not matrix:
+            return cos, sin
+        rotation = torch.mul(self._keep, cos).addcmul_(self._swap, sin)
+        return rotation[0] if len(rotation) == 1 else rotation
+
+
+def rotary_tables(skeleton: Skeleton, positions: int, scale: float) -> list[tuple[AttentionSpec, RotaryTable]]:
+    """Return each of the model's attention specs with its rotary table; `scale` multiplies all cosines and sines."""
+    keep = torch.eye(skeleton.sizes.head_dim, dtype=skeleton.sizes.dtype, device=skeleton.device)
+    ropes = {
+        attention_spec.rope: RotaryTable(attention_spec.rope, positions, keep, scale)
+        for attention_spec in skeleton.attention_specs
+    }
+    return [(attention_spec, ropes[attention_spec.rope]) for attention_spec in skeleton.attention_specs]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block
-from selfspec.models.path_modules import Int4Weights, Trained
+from selfspec.models.quantized_sublayers import Int4Weights, Trained
 from selfspec.models.skeleton import ModelOutline
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath, PathCache

@@ -17,7 +17,7 @@ from selfspec.models.families.base import Attention, Mlp, SubLayer
 from selfspec.models.linears import Call
 from selfspec.models.low_precision import Bits
 from selfspec.models.native import batch_invariant
-from selfspec.models.path_modules import Int4Weights, Run, Trained
+from selfspec.models.quantized_sublayers import Int4Weights, Run, Trained
 from selfspec.models.skeleton import Skeleton
 from selfspec.runtime.native_bindings import NativePass, native_pass
 from selfspec.types.draft_path import DraftPath, Mode

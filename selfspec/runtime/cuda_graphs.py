@@ -4,8 +4,8 @@ A pass over few tokens launches hundreds of small kernels, which takes the host 
 kernels. A captured pass reads tokens, positions, slots and masks from tensors of fixed shape, which are filled before
 each replay. Its KV length is rounded up, and the additional slots are masked. It copies no value back to the host.
 
-A pass is captured when its shape first occurs. The clock that times rounds stands still meanwhile (`basics/clock.py`),
-so that no draft is charged for a capture.
+A pass is captured when its shape first occurs. The clock that times rounds stands still meanwhile
+(`basics/machine.py`), so that no draft is charged for a capture.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfspec.basics.clock import clock_stopped
-from selfspec.basics.errors import reason
-from selfspec.basics.switches import switched
+from selfspec.basics.errors import reason, switched
+from selfspec.basics.machine import clock_stopped
 from selfspec.models.linears import is_plain
 from selfspec.models.shards import is_sharded
 from selfspec.models.skeleton import Skeleton
-from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.attention_inputs import PassInputs, fused_backends
 from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.eager_runner import EagerRunner
-from selfspec.runtime.fused_attention import fused_backends
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.forward_output import ForwardOutput
 
@@ -280,14 +278,15 @@ class Graphs:
         with clock_stopped(), fused_backends(self.device):
             return self._recorder.record(body, self._pool)
 
-    def causal_inputs(self, slots: Tensor, kv_len: int, rows: slice) -> PassInputs:
+    def causal_inputs(self, slots: Tensor, positions: Tensor, kv_len: int, rows: slice, *, alike: bool) -> PassInputs:
         """Return the inputs of a pass to capture over tokens at `slots` `[B, n]`, each of which sees all up to its own.
 
-        Slots equal positions. `kv_len`: the KV length that is captured, beyond every slot.
+        Slots equal positions, except those of padding. `kv_len`: the KV length that is captured, beyond every slot but
+        padding's. `alike`: whether all sequences have the same slots.
         """
         batch, n = slots.shape
-        mask = self._numbers[:kv_len] <= slots[:1].unsqueeze(-1)
-        return PassInputs(batch, n, slots, slots, mask, rows, causal=True)
+        mask = self._numbers[:kv_len] <= (slots[:1] if alike else slots).unsqueeze(-1)
+        return PassInputs(batch, n, positions, slots, mask, rows, causal=True)
 
     def _capture(self, compiled: LeanPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
@@ -295,7 +294,7 @@ class Graphs:
 
         def body() -> ForwardOutput:
             if inputs.mask is None:
-                pass_inputs = self.causal_inputs(inputs.slots, shape.kv_len, rows)
+                pass_inputs = self.causal_inputs(inputs.slots, inputs.slots, shape.kv_len, rows, alike=True)
             else:
                 pass_inputs = PassInputs(shape.batch, shape.n, inputs.positions, inputs.slots, inputs.mask, rows)
             return self.passes.forward(

@@ -1,7 +1,8 @@
 """Rounds on the device: draft steps, verification and acceptance captured as one graph for each draft length.
 
-The next round is launched before the host has read the last one, so that the device never waits for the host. The root
-and the number of cached tokens therefore stay on the device, and a round is read in one transfer.
+A round is of one sequence or of several, each in its own cache row. The next one is launched before the host has read
+the last one, so that the device never waits for the host. Each row's root, number of cached tokens and end therefore
+stay on the device, and a round is read in one transfer.
 
 Off by default, see `ENV_VAR`: no GPU has run it yet.
 """
@@ -9,9 +10,8 @@ Off by default, see `ENV_VAR`: no GPU has run it yet.
 from __future__ import annotations
 
 import logging
-import math
 import struct
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError, reason
-from selfspec.basics.switches import switched
+from selfspec.basics.errors import SelfspecError, reason, switched
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath
-from selfspec.runtime.cuda_graphs import SHAPES, Graphs, Replay
+from selfspec.runtime.cuda_graphs import ROWS, SHAPES, Graphs, Replay
+from selfspec.runtime.device_noise import TiedNoise
 from selfspec.runtime.device_tokens import Chosen, choose, confidences, goes_on, leading
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.drafter import Drafter, Limit
@@ -32,61 +32,67 @@ from selfspec.speculation.host_sync import Transfer, to_device
 from selfspec.speculation.rules import greedy, match
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.controller import StoppingRule
 from selfspec.types.draft_work import passes_of
-from selfspec.types.stopping import StoppingRule
 
 ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 1 runs rounds on the device
 LENGTHS = (1, 2, 4, 6, 8, 12)  # draft lengths of captured rounds, besides 0: plain decode steps
 _ENDS = 16  # most end-of-sequence tokens
-_NOISE = 64  # positions whose noise is on the device: more than two rounds can read
 _log = logging.getLogger("selfspec")
 
 
 class RoundPlan(NamedTuple):
-    """The plan of a round: it drafts `length` tokens (0 or one of `LENGTHS`) along `path`.
+    """The plan of a round: it drafts `length` tokens (0 or one of `LENGTHS`) of each sequence along `path`.
 
-    `stopping` decides after which of them the draft ends. `source`: the name of the tokens' source. The length is
-    fixed, so tokens beyond the end of the draft are verified too. They are never accepted, even where the target
-    chooses the same: drafts, and what the controller learns from them, are then those of rounds on the host, which
-    would not have drafted these tokens.
+    `stopping` decides for each sequence after which of them its draft ends. `source`: the name of the tokens' source.
+    The length is fixed, so tokens beyond the end of the draft are verified too. They are never accepted, even where the
+    target chooses the same: drafts, and what the controller learns from them, are then those of rounds on the host,
+    which would not have drafted these tokens. `on_read`: called with the number of sequences when the round is read.
     """
 
     length: int = 0
     path: CompiledPath | None = None
-    stopping: StoppingRule = StoppingRule((math.inf,) * LENGTHS[-1])
+    stopping: Sequence[StoppingRule] = ()
     confidence: Confidence = PROBABILITY
     source: str = ""
+    on_read: Callable[[int], object] | None = None
 
 
 @runtime_checkable
 class RoundPlanner(Drafter, Protocol):
     """A drafter that can say what a round drafts before the last round was read."""
 
-    def plan_round(self, seq: SequenceState, limit: Limit, *, ahead: bool) -> RoundPlan | None:
-        """Return what the next round of `seq` drafts, at most `limit.depth` tokens; None: it has to run on the host.
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        """Return what the next round drafts, at most `limit.depth` tokens of each sequence; None: it runs on the host.
 
         `ahead`: whether the round planned last runs and is not observed yet. Otherwise it was observed or discarded, as
-        it was if `begin`, `propose` or `end` is called.
+        it was if `begin` or `propose` is called, and for one of several sequences if `end` is called.
         """
 
 
 class _Key(NamedTuple):
-    """The key of a captured round: draft length, KV length, cache row, and how tokens are chosen."""
+    """The key of a captured round: draft length, KV length, cache rows, and how tokens are chosen."""
 
     length: int
     kv_len: int
-    row: int
+    first_row: int
+    batch: int
     tied: bool
     settings: Hashable
     confidence: Confidence
     knots: int
 
+    @property
+    def rows(self) -> slice:
+        """The cache rows."""
+        return slice(self.first_row, self.first_row + self.batch)
+
 
 class _Result(NamedTuple):
-    """A captured round's tensors: `state`, the next root and its slot; `numbers`, all that the host reads.
+    """A captured round's tensors: `state`, as the next round reads it; `numbers`, all that the host reads.
 
-    `logits` `[1, 1 + length, V]` and `p` `[1 + length, V]` are those of the verification pass; p only with tied noise.
+    `logits` and `p` `[B, 1 + length, V]` are those of the verification pass; p only with tied noise.
     """
 
     state: Tensor
@@ -105,60 +111,74 @@ class _Captured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A round that was launched and not read; `logits` and `p` are as in `_Result`."""
+    """A round that was launched and not read; `first_row` is its first cache row, `logits` and `p` as in `_Result`."""
 
-    seq: SequenceState
+    seqs: Sequence[SequenceState]
     plan: RoundPlan
+    first_row: int
     transfer: Transfer
     logits: Tensor
     p: Tensor | None
 
 
 class DeviceRounds:
-    """The captured rounds of one cache, for one sequence at a time. `full`: the whole model's path.
+    """The captured rounds of one cache. `full`: the whole model's path.
 
-    A round reads the tensors `_state` (the root, its slot, and the most tokens that the sequence may ever have),
-    `_ends`, `_rules` (the stopping rule) and `_noise`, whose row of a position is the position modulo `_NOISE`.
+    A round reads the tensors `_state` (of each cache row: the root, its slot, and the most tokens that the sequence may
+    ever have), `_ends`, `_rules` (the stopping rules) and `_noise`. It is over all rows of a block, see `block_of`. A
+    row without a sequence, or whose sequence has ended, which the device finds out by itself, is padding: it writes to
+    the spare slot, which nobody reads, and its most tokens are 0.
     """
 
     def __init__(self, graphs: Graphs, full: CompiledPath) -> None:
         assert isinstance(full, LeanPath)
         self._graphs, self._full, self._cache = graphs, full, graphs.passes.cache
-        device = self._device = graphs.device
-        self._state = torch.zeros(3, dtype=torch.long, device=device)
-        self._ends = torch.full((_ENDS,), -1, device=device)
+        device, rows = graphs.device, self._cache.rows
+        self._device = device
+        self._state = torch.zeros(rows, 3, dtype=torch.long, device=device)
+        self._ends = torch.full((rows, _ENDS), -1, device=device)
         self._steps = torch.arange(1 + LENGTHS[-1], device=device)
-        self._rules: dict[int, Tensor] = {}  # by the number of the curve's knots
-        self._sent_rule: StoppingRule | None = None
-        self._noise: Tensor | None = None
-        self._sent_noise: tuple[Sampler, range] | None = None  # the positions whose noise was sent
+        self._rules: dict[int, Tensor] = {}  # of each cache row, by the number of the curve's knots
+        self._sent_rules: list[StoppingRule] = []
+        self._noise: TiedNoise | None = None
         self._made: WeakKeyDictionary[LeanPath, dict[_Key, _Captured]] = WeakKeyDictionary()
         self._refused: set[Hashable] = set()  # settings of samplers with which no round can be captured
 
-    @torch.inference_mode()
-    def launch(self, seq: SequenceState, plan: RoundPlan, before: Flight | None) -> Flight | None:
-        """Launch a round of `seq`; None: the round has to run on the host.
+    def longest(self, seqs: Sequence[SequenceState]) -> int:
+        """Return the most tokens that a round of these sequences can draft; below 0: it has to run on the host.
 
-        `before`: the round of `seq` that was launched and not read; None: all rounds were read.
+        Kernels that read the KV length on the device take a number of tokens at most.
+        """
+        block = block_of([seq.row for seq in seqs], self._cache.rows)
+        return ROWS // (block.stop - block.start) - 1 if self._graphs.passes.reads_lengths else LENGTHS[-1]
+
+    @torch.inference_mode()
+    def launch(self, seqs: Sequence[SequenceState], plan: RoundPlan, before: Flight | None) -> Flight | None:
+        """Launch a round of `seqs`; None: the round has to run on the host.
+
+        `before`: the round that was launched and not read, whose sequences include these; None: all rounds were read.
         """
         plan = plan if plan.length else RoundPlan()  # plain decode steps do not depend on the drafter
-        path, sampler, curve = plan.path or self._full, seq.sampler, plan.stopping.curve
+        path, sampler, length = plan.path or self._full, seqs[0].sampler, plan.length
         assert isinstance(path, LeanPath)
-        known = len(seq.tokens) - 1  # the slot of the root, if the round before was read
-        start = known if before is None else known + 1 + before.plan.length  # at most
-        end, settings = start + 1 + plan.length, sampler.plain_settings
-        fits = seq.verification_rule() is (match if sampler.tied else greedy) and seq.continuation is None
-        if not fits or len(seq.ends) > _ENDS or settings in {None, *self._refused} or end > self._graphs.end:
+        unread = 0 if before is None else 1 + before.plan.length
+        ends = [len(seq.tokens) + unread + length for seq in seqs]  # at most: slots before these are written
+        settings, knots = self._settings(seqs), {_knots(rule) for rule in plan.stopping} or {0}
+        if settings is None or len(knots) > 1 or max(ends) > self._graphs.end:
             return None
-        knots = 0 if curve is None else len(curve.knots)
-        key = _Key(plan.length, self._graphs.kv_len(end), seq.row, sampler.tied, settings, plan.confidence, knots)
+        block = block_of([seq.row for seq in seqs], self._cache.rows)
+        batch, kv_len = block.stop - block.start, self._graphs.kv_len(max(ends))
+        key = _Key(length, kv_len, block.start, batch, sampler.tied, settings, plan.confidence, *knots)
         if sampler.tied:
-            self._send_noise(sampler, known + 1, end + 1)
+            for seq, end in zip(seqs, ends, strict=True):
+                self._noise_sent(seq, end + 1)
         if before is None:
-            ends = [*seq.ends, *[-1] * (_ENDS - len(seq.ends))]
-            self._state.copy_(torch.tensor([seq.tokens[-1], start, len(seq.tokens) + seq.remaining]))
-            self._ends.copy_(torch.tensor(ends))
-        self._send_rule(plan.stopping, knots)
+            self._send_state(seqs)
+        else:
+            for seq in before.seqs:
+                if seq not in seqs:
+                    self._state[seq.row, 2].zero_()
+        self._send_rules(seqs, plan.stopping, key.knots)
         made = self._made.setdefault(path, {})
         captured = made.get(key)
         if captured is None:
@@ -168,102 +188,136 @@ class DeviceRounds:
             made[key] = captured
         result = captured.result
         captured.replay()
-        self._state[:2].copy_(result.state)
+        self._state[block].copy_(result.state)
         # The next replay overwrites the results, so that they are copied before it.
         p = None if result.p is None else result.p.clone()
-        return Flight(seq, plan, Transfer(result.numbers), result.logits.clone(), p)
+        return Flight(seqs, plan, block.start, Transfer(result.numbers), result.logits.clone(), p)
 
-    def read(self, flight: Flight) -> Outcome:
-        """Wait for a round, commit its keys and values, and emit its tokens.
+    def read(self, flight: Flight, seqs: Sequence[SequenceState]) -> list[Outcome]:
+        """Wait for a round, commit the keys and values of `seqs`, which are some of its sequences, and emit tokens.
 
-        Raises `SelfspecError` if no token can be chosen; nothing has been committed or emitted in that case.
+        Raises `SelfspecError` if no token can be chosen for one; nothing has been committed or emitted in that case.
         """
-        seq, plan = flight.seq, flight.plan
-        numbers: list[int] = flight.transfer.wait().tolist()
-        token, drafted, accepted, possible, *tokens = numbers[: 4 + plan.length]
-        if not possible:
+        rows: list[list[int]] = flight.transfer.wait().tolist()
+        numbers = [rows[seq.row - flight.first_row] for seq in seqs]
+        if not all(possible for _, _, _, possible, *_ in numbers):
             raise SelfspecError(NO_TOKEN)
+        return [self._committed(flight, seq, *of_seq) for seq, of_seq in zip(seqs, numbers, strict=True)]
+
+    def _committed(
+        self, flight: Flight, seq: SequenceState, token: int, drafted: int, accepted: int, _: int, *others: int
+    ) -> Outcome:
+        """Commit a sequence's part of a round; `others` are the drafted tokens, and the bits of their confidences."""
+        length, row = flight.plan.length, seq.row - flight.first_row
         draft, path = NO_DRAFT, tuple(range(accepted))
         if drafted:
-            bits = numbers[4 + plan.length :][:drafted]
+            bits = others[length:][:drafted]
             draft = Draft.chain(
-                tokens[:drafted],
+                others[:drafted],
                 confidence=struct.unpack(f"{drafted}d", struct.pack(f"{drafted}q", *bits)),
-                work=passes_of([1] * plan.length),
-                sources=[plan.source] * drafted,
+                work=passes_of([1] * length),
+                sources=[flight.plan.source] * drafted,
             )
         self._cache.commit(seq.row, path)
-        emitted = seq.emit([*tokens[:accepted], token])
-        rows = slice(1 + drafted)
-        p = None if flight.p is None else flight.p[rows]
-        return Outcome(draft, path, emitted, ForwardOutput(flight.logits[:, rows]), p)
+        emitted = seq.emit([*others[:accepted], token])
+        p = None if flight.p is None else flight.p[row, : 1 + drafted]
+        return Outcome(draft, path, emitted, ForwardOutput(flight.logits[row : row + 1, : 1 + drafted]), p)
 
-    def _send_rule(self, rule: StoppingRule, knots: int) -> None:
-        """Copy a stopping rule to the device, unless it is there."""
-        if rule == self._sent_rule:
+    def _settings(self, seqs: Sequence[SequenceState]) -> Hashable | None:
+        """Return the settings of the sequences' samplers; None if a round with them has to run on the host."""
+        sampler = seqs[0].sampler
+        settings, rule = sampler.plain_settings, match if sampler.tied else greedy
+        fits = all(
+            seq.verification_rule() is rule
+            and seq.continuation is None
+            and len(seq.ends) <= _ENDS
+            and seq.sampler.plain_settings == settings
+            for seq in seqs
+        )
+        fits = fits and (not sampler.tied or TiedNoise.fits(self._cache.rows, self._vocabulary))
+        return settings if fits and settings not in self._refused else None
+
+    @property
+    def _vocabulary(self) -> int:
+        return self._graphs.passes.skeleton.identity.vocabulary or 0
+
+    def _send_state(self, seqs: Sequence[SequenceState]) -> None:
+        """Copy the state of each cache row to the device."""
+        state, ends = [[0, 0, 0]] * self._cache.rows, [[-1] * _ENDS] * self._cache.rows
+        for seq in seqs:
+            known = len(seq.tokens)
+            state[seq.row] = [seq.tokens[-1], known - 1, known + seq.remaining]
+            ends[seq.row] = [*seq.ends, *[-1] * (_ENDS - len(seq.ends))]
+        self._state.copy_(torch.tensor(state))
+        self._ends.copy_(torch.tensor(ends))
+
+    def _send_rules(self, seqs: Sequence[SequenceState], rules: Sequence[StoppingRule], knots: int) -> None:
+        """Copy the sequences' stopping rules to the device, unless they are there."""
+        if not rules:
             return
-        numbers, curve = list(rule.least), rule.curve
-        if curve is not None:
-            numbers += [*rule.prices, *curve.knots, *curve.accepted, *curve.following]
-        sent = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
+        of_rows = [rules[0]] * self._cache.rows
+        for seq, rule in zip(seqs, rules, strict=True):
+            of_rows[seq.row] = rule
+        if of_rows == self._sent_rules:
+            return
+        table = torch.tensor([_numbers(rule) for rule in of_rows], dtype=torch.float64)
+        sent = to_device(table, self._device)
         if knots in self._rules:
             self._rules[knots].copy_(sent)
         else:
             self._rules[knots] = sent
-        self._sent_rule = rule
+        self._sent_rules = of_rows
 
-    def _send_noise(self, sampler: Sampler, first: int, end: int) -> None:
-        """Copy the noise tied to positions from `first` up to, not including, `end` to the device, unless it is there.
-
-        The host draws it while the device runs the round before.
-        """
-        vocabulary = self._graphs.passes.skeleton.identity.vocabulary or 0
+    def _noise_sent(self, seq: SequenceState, end: int) -> None:
+        """Copy the noise of a sequence's positions before `end` to the device, as far as tokens were not read."""
         if self._noise is None:
-            self._noise = torch.ones(_NOISE, vocabulary, dtype=torch.float64, device=self._device)
-        sent, like = range(first, first), torch.empty(1).expand(vocabulary)
-        if self._sent_noise is not None and self._sent_noise[0] is sampler:
-            there = self._sent_noise[1]
-            sent = there if max(there.start, there.stop - _NOISE) <= first <= there.stop else sent
-        for position in range(sent.stop, end):
-            self._noise[position % _NOISE].copy_(to_device(sampler.noise_of(position, like), self._device))
-        self._sent_noise = sampler, range(sent.start, max(sent.stop, end))
+            self._noise = TiedNoise(self._cache.rows, self._vocabulary, self._device)
+        self._noise.send(seq.row, seq.sampler, len(seq.tokens), end)
 
     def _captured(self, path: LeanPath, key: _Key, sampler: Sampler) -> _Captured | None:
         """Capture a round. Return None and warn if that fails."""
-        sizes, length = self._graphs.passes.skeleton.sizes, key.length
-        narrow, wide = scratches = tuple(Scratch(sizes, 1, n, self._device) for n in (1, 1 + length))
-        steps, rule = self._steps[: 1 + length], self._rules[key.knots]
+        sizes, length, rows = self._graphs.passes.skeleton.sizes, key.length, key.rows
+        narrow, wide = scratches = tuple(Scratch(sizes, key.batch, n, self._device) for n in (1, 1 + length))
+        steps = self._steps[: 1 + length]
+
+        def is_end(tokens: Tensor) -> Tensor:
+            return (tokens.unsqueeze(-1) == self._ends[rows].unsqueeze(1)).any(-1)
 
         def body() -> _Result:
-            root, start, longest = self._state.view(3, 1).unbind()
-            slots = start + steps
-            noise = None
-            if key.tied and self._noise is not None:
-                noise = self._noise.index_select(0, (slots + 1) % _NOISE)
+            root, start, longest = self._state[rows].unbind(1)
+            stopped, numbers = (longest <= start + 1).unsqueeze(1), start.unsqueeze(1) + steps
+            slots, positions = numbers.masked_fill(stopped, self._cache.spare), numbers.masked_fill(stopped, 0)
+            noise = self._noise.at(positions + 1, rows) if key.tied and self._noise is not None else None
             if self._cache.positions is not None:
-                self._cache.set_positions(slots[None], slots[None], 1 + length, slice(key.row, key.row + 1))
+                self._cache.set_positions(positions, slots, 1 + length, rows)
             chosen, sure, token = list[Chosen](), list[Tensor](), root
+            places = [
+                numbers.t().contiguous().unsqueeze(-1) for numbers in (slots, positions)
+            ]  # one copy for all steps
             for i in range(length):
-                _, scores = self._scores(path, token, slots[i : i + 1], key, sampler, narrow)
-                chosen.append(choose(scores, None if noise is None else noise[i : i + 1]))
+                _, scores = self._scores(path, token.unsqueeze(1), places[0][i], places[1][i], key, sampler, narrow)
+                chosen.append(choose(scores, None if noise is None else noise[:, i]))
                 sure.append(confidences(chosen[-1], key.confidence))
                 token = chosen[-1].tokens
-            tokens = torch.cat([root, *(one.tokens for one in chosen)])
-            logits, scores = self._scores(self._full, tokens, slots, key, sampler, wide)
-            target = choose(scores, noise)
+            tokens = torch.stack([root, *(one.tokens for one in chosen)], 1)
+            logits, scores = self._scores(self._full, tokens, slots, positions, key, sampler, wide)
+            target = choose(scores, None if noise is None else noise.flatten(0, 1))
+            right = target.tokens.view(tokens.shape)
             drafted = accepted = torch.zeros_like(root)
             if length:
-                possible = torch.cat([one.possible for one in chosen])
-                going = goes_on(torch.cat(sure), rule, key.knots)
-                going &= (tokens[1:, None] != self._ends).all(-1)
-                counted = possible & (going.roll(1) | (steps[:-1] == 0))
+                possible, sureness = torch.stack([one.possible for one in chosen], 1), torch.stack(sure, 1)
+                going = goes_on(sureness, self._rules[key.knots][rows], key.knots) & ~is_end(tokens[:, 1:])
+                counted = possible & (going.roll(1, 1) | (steps[:-1] == 0))
                 drafted = torch.minimum(leading(counted), longest - start - 2).clamp(min=0)
-                accepted = leading((tokens[1:] == target.tokens[:-1]) & (steps[:-1] < drafted))
-            after = target.tokens.gather(0, accepted)
-            able = target.possible.long().gather(0, accepted)
+                accepted = leading((tokens[:, 1:] == right[:, :-1]) & (steps[:-1] < drafted.unsqueeze(1)))
+            last = accepted.unsqueeze(1)
+            after = right.gather(1, last).squeeze(1)
+            able = target.possible.view(tokens.shape).long().gather(1, last).squeeze(1)
             bits = [one.view(torch.long) for one in sure]
-            numbers = torch.cat([after, drafted, accepted, able, tokens[1:], *bits])
-            return _Result(torch.cat([after, start + accepted + 1]), numbers, logits, target.p)
+            result = torch.stack([after, drafted, accepted, able, *(one.tokens for one in chosen), *bits], 1)
+            ended = (is_end(right) & (steps <= last)).any(1)  # all that is emitted is the target's
+            state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0)], 1)
+            return _Result(state, result, logits, None if target.p is None else target.p.view(logits.shape))
 
         try:
             return _Captured(*self._graphs.capture(body), scratches)
@@ -274,13 +328,43 @@ class DeviceRounds:
             return None
 
     def _scores(
-        self, path: LeanPath, tokens: Tensor, slots: Tensor, key: _Key, sampler: Sampler, scratch: Scratch
+        self,
+        path: LeanPath,
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        key: _Key,
+        sampler: Sampler,
+        scratch: Scratch,
     ) -> tuple[Tensor, Tensor]:
-        """Run consecutive tokens `[n]` at `slots` `[n]` along a path; return logits `[1, n, V]` and scores `[n, V]`."""
-        inputs = self._graphs.causal_inputs(slots[None], key.kv_len, slice(key.row, key.row + 1))
-        logits = self._graphs.passes.forward(path, tokens[None], inputs, logits="all", scratch=scratch).logits
+        """Run tokens `[B, n]` along a path; return logits `[B, n, V]` and scores `[B * n, V]`."""
+        inputs = self._graphs.causal_inputs(slots, positions, key.kv_len, key.rows, alike=False)
+        logits = self._graphs.passes.forward(path, tokens, inputs, logits="all", scratch=scratch).logits
         assert logits is not None
-        return logits, sampler.scores(logits[0], ())
+        return logits, sampler.scores(logits.flatten(0, 1), ())
+
+
+def block_of(rows: Sequence[int], of: int) -> slice:
+    """Return the block of cache rows that a round of sequences in `rows` is captured for, of a cache of `of` rows.
+
+    The smallest that begins at a multiple of its size, a power of two, so that few blocks are captured; the last one
+    ends with the cache.
+    """
+    size = 1
+    while min(rows) // size != max(rows) // size:
+        size *= 2
+    first = min(rows) // size * size
+    return slice(first, min(first + size, of))
+
+
+def _knots(rule: StoppingRule) -> int:
+    return 0 if rule.curve is None else len(rule.curve.knots)
+
+
+def _numbers(rule: StoppingRule) -> list[float]:
+    """Return a stopping rule as `goes_on` reads it."""
+    curve = rule.curve
+    return [*rule.least, *(() if curve is None else (*rule.prices, *curve.knots, *curve.accepted, *curve.following))]
 
 
 def device_rounds(graphs: Graphs | None, full: CompiledPath) -> DeviceRounds | None:

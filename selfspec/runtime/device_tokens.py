@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.speculation.sampling import gaps
-from selfspec.types.confidence import MIN_GAP, MIN_PROBABILITY, Confidence
+from selfspec.types.acceptance import MIN_GAP, MIN_PROBABILITY, Confidence
 
 
 class Chosen(NamedTuple):
@@ -57,27 +57,29 @@ def confidences(chosen: Chosen, confidence: Confidence) -> Tensor:
 
 
 def goes_on(confidence: Tensor, rule: Tensor, knots: int) -> Tensor:
-    """Return whether drafting goes on after each of n tokens `[n]` with these confidences.
+    """Return whether drafting goes on after each of n tokens, for confidences `[B, n]` of B sequences.
 
-    `rule`: the numbers of a `StoppingRule`: `least`, and with `knots` > 0 `prices`, and the curve's knots, `accepted`
-    and `following`.
+    `rule` `[B, ..]`: the numbers of each sequence's `StoppingRule`: `least`, and with `knots` > 0 `prices`, and the
+    curve's knots, `accepted` and `following`.
     """
-    n = len(confidence)
+    n = confidence.shape[1]
     if not knots:
-        return confidence >= rule[:n]
-    longest = (len(rule) - 3 * knots) // 2
-    least, prices, curve = rule[:n], rule[longest : longest + n], rule[2 * longest :].view(3, knots)
-    at, accepted, following = curve.unbind()
-    below = (torch.searchsorted(at, confidence, right=True) - 1).clamp(0, knots - 2)
-    share = ((confidence - at[below]) / (at[below + 1] - at[below])).clamp(0, 1)
+        return confidence >= rule[:, :n]
+    longest = (rule.shape[1] - 3 * knots) // 2
+    least, prices = rule[:, :n], rule[:, longest : longest + n]
+    at, accepted, following = rule[:, 2 * longest :].view(-1, 3, knots).unbind(1)
+    below = (torch.searchsorted(at.contiguous(), confidence, right=True) - 1).clamp(0, knots - 2)
 
     def interpolated(values: Tensor) -> Tensor:
-        return values[below] + share * (values[below + 1] - values[below])
+        low, high = values.gather(1, below), values.gather(1, below + 1)
+        return low + share * (high - low)
 
-    chances = interpolated(accepted).cumprod(0) * interpolated(following)
+    first = at.gather(1, below)
+    share = ((confidence - first) / (at.gather(1, below + 1) - first)).clamp(0, 1)
+    chances = interpolated(accepted).cumprod(1) * interpolated(following)
     return (confidence >= least) & (chances > prices)
 
 
 def leading(holds: Tensor) -> Tensor:
-    """Return how many of n values `[n]` are true before the first that is not, `[1]`."""
-    return holds.long().cumprod(0).sum(0, keepdim=True)
+    """Return how many of n values `[.., n]` are true before the first that is not, `[..]`."""
+    return holds.long().cumprod(-1).sum(-1)

@@ -11,11 +11,16 @@ from torch import Tensor
 
 from selfspec.models.families.base import Attention, AttentionSpec, Block
 from selfspec.models.skeleton import Skeleton
-from selfspec.runtime.attention_inputs import AttentionInputs, PassInputs, build_attention_inputs, to_device
+from selfspec.runtime.attention_inputs import (
+    AttentionInputs,
+    Masks,
+    PassInputs,
+    RotaryTable,
+    build_attention_inputs,
+    to_device,
+)
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.compiled_path import LeanPath
-from selfspec.runtime.masks import Masks
-from selfspec.runtime.rotary import RotaryTable
 from selfspec.runtime.triton_attention import TritonInputs, triton_attention
 from selfspec.runtime.workspace import Scratch, ScratchPool
 from selfspec.speculation.forward_output import ForwardOutput

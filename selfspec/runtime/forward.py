@@ -18,26 +18,23 @@ from selfspec.models.low_precision import Kernel
 from selfspec.models.native_library import library
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
-from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.attention_inputs import Masks, PassInputs, fused_backends, rotary_tables
 from selfspec.runtime.base import CachedRuntime
 from selfspec.runtime.cache import ALL_ROWS, Cache
-from selfspec.runtime.cache_factory import cache_of
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath, Paths
 from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
 from selfspec.runtime.device_rounds import DeviceRounds, device_rounds
 from selfspec.runtime.eager_runner import EagerRunner
-from selfspec.runtime.fused_attention import fused_backends
-from selfspec.runtime.masks import Masks
 from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
-from selfspec.runtime.paged import BlockTables
-from selfspec.runtime.rotary import rotary_tables
+from selfspec.runtime.paged import BlockTables, cache_of
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
+COPIED = 512  # tokens of a prompt from which its int8 copies are made before the first round
 WARM_ROWS = 9  # rows of a verification pass up to which passes are captured before a text's rounds
 _GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar length share one allocation
 _CAPTURED = 2**30  # bytes of a cache that captured passes read: all of the context if it needs no more, else this much
@@ -218,9 +215,14 @@ class LeanRuntime(CachedRuntime):
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
         """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens.
 
-        Where rounds run on the device, each is captured when it first occurs, and passes beside them are few.
+        Where rounds run on the device, each is captured when it first occurs, and passes beside them are few. Of a
+        prompt of `COPIED` tokens and more, the int8 copies of keys and values are made, which would else make the first
+        draft several times as long.
         """
         assert isinstance(path, LeanPath)
+        if start >= COPIED and path.int8_cache and path.native is not None and start < self.cache.slots:
+            self.forward_drafts([PlacedDraft(row, 0, start)], path=path)
+            return
         end = start + WARM_ROWS
         graphs = self._graphs if self.rows == 1 and not self._has_hooks and self._rounds is None else None
         if graphs is None or end > self.cache.slots or not graphs.first_use(path, end):

@@ -14,8 +14,7 @@ from selfspec.models.module_quantizer import ModuleQuantizer
 from selfspec.models.structure import Forwards, Outline
 from selfspec.runtime.compiled_path import BITS, CompiledPath, PathCache
 from selfspec.runtime.module_hooks import zero_forward
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True, kw_only=True)

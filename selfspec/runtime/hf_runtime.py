@@ -22,7 +22,7 @@ from selfspec.models.families.base import Block
 from selfspec.models.families.common import windows_of
 from selfspec.models.low_precision import Kernel
 from selfspec.models.module_quantizer import ModuleQuantizer, recording_inputs
-from selfspec.models.path_modules import Trained
+from selfspec.models.quantized_sublayers import Trained
 from selfspec.models.skeleton import decoder_part
 from selfspec.models.structure import Outline, find_structure, read_outline
 from selfspec.runtime.attention_inputs import PassInputs
@@ -39,8 +39,7 @@ from selfspec.runtime.state_cache import StateCache
 from selfspec.runtime.state_passes import run_rows
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft
-from selfspec.types.draft_path import FULL
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import FULL, SkipSet
 
 _GROWTH = 256
 _HIDDEN_WINDOWS = ("window_size", "attention_window_size", "sliding_window_size", "keep_window_size")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.models.families.base import Attention, AttentionSpec, Mlp, NativeSubLayer
+from selfspec.models.families.base import Attention, AttentionSpec, Mlp, NativeSubLayer, Sizes
 from selfspec.models.linears import fused_product
 from selfspec.models.native import (
     ROWS,
@@ -29,11 +29,10 @@ from selfspec.models.native import (
 )
 from selfspec.models.native_library import ACTIVATIONS, KINDS, available, library
 from selfspec.models.norms import NormData
-from selfspec.models.path_modules import BridgeModule
-from selfspec.models.sizes import Sizes
+from selfspec.models.quantized_sublayers import BridgeModule
+from selfspec.runtime.attention_inputs import RotaryTable
 from selfspec.runtime.cache import Cache, Int8Copies
 from selfspec.runtime.paged import PagedCache
-from selfspec.runtime.rotary import RotaryTable
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft, tree_mask
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from selfspec.models.families.base import AttentionSpec
 from selfspec.models.skeleton import Skeleton
+from selfspec.runtime.attention_inputs import RotaryTable
 from selfspec.runtime.cache import Cache
 from selfspec.runtime.compiled_path import LeanPath
 from selfspec.runtime.native_bindings import ROWS, NativeBatch
 from selfspec.runtime.paged import PagedCache
-from selfspec.runtime.rotary import RotaryTable
 from selfspec.speculation.forward_output import ForwardOutput, joined
 from selfspec.speculation.tree_batch import PlacedDraft
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.runtime.state_cache import StateAt, StateCache
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 Run = Callable[[Tensor, int, int, list[Any]], ForwardOutput]
 """`run(tokens, slot, row, states)`: a pass over tokens `[1, n]` from `slot` on in one row, which changes the states."""

@@ -14,9 +14,8 @@ from torch import Tensor
 from selfspec.models.families.base import AttentionSpec
 from selfspec.models.skeleton import Skeleton
 from selfspec.models.triton_kernels.switch import DTYPES, ROWS
-from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.attention_inputs import PassInputs, RotaryTable
 from selfspec.runtime.cache import Cache
-from selfspec.runtime.rotary import RotaryTable
 from selfspec.runtime.workspace import Scratch
 
 

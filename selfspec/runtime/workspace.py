@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.models.sizes import Sizes
+from selfspec.models.families.base import Sizes
 
 
 class Scratch:

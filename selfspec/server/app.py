@@ -1,9 +1,11 @@
-"""The server's routes; `Service` answers the requests."""
+"""The server's routes, and the web page for trying a model; `Service` answers the requests."""
 
 from __future__ import annotations
 
 import logging
 import time
+from html import escape
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,10 +14,30 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from selfspec.server.errors import ApiError
 from selfspec.server.middleware import NOTES, AuthMiddleware, refusal
-from selfspec.server.page import POLICY, page
+from selfspec.server.request_schemas import ApiError
 from selfspec.server.service import Service
+from selfspec.show.markup import LOOKS
+from selfspec.types.events import Origin
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def page() -> str:
+    """Return the page's HTML, with the colours and explanations of token origins that notebooks show too."""
+    styles = "\n".join(f".{_name(origin)} {{ {look.css} }}" for origin, look in LOOKS.items())
+    legend = " ".join(
+        f'<span class="{_name(origin)}" title="{escape(origin.meaning)}">{escape(origin)}</span>' for origin in Origin
+    )
+    text = files("selfspec.server").joinpath("page.html").read_text(encoding="utf-8")
+    return text.replace("/* looks */", styles).replace("<!-- legend -->", legend)
+
+
+def _name(origin: Origin) -> str:
+    return origin.replace(" ", "-")
 
 
 def make_app(service: Service) -> FastAPI:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from selfspec.server.errors import ApiError
+from selfspec.server.request_schemas import ApiError
 
 NOTES = "selfspec.notes"  # key in a request's ASGI scope, under which handlers add fields to the request's log line
 _MOST_PATH = 200  # maximum characters of a path in the log

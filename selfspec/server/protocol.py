@@ -1,14 +1,43 @@
-"""The HTTP protocol of a connection: uvicorn's, with limits for clients that send, read or leave too slowly."""
+"""The settings of a server, and the HTTP protocol of a connection, with limits for slow clients."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass, field
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from selfspec.server.settings import Settings
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Access and limits of a server.
+
+    `names`: the names by which requests may call the model. `api_key`: the key that requests to `/v1` must send (None:
+    no key). `cors_origins`: the origins of web pages that may send requests (CORS); `*`: any. `hosts`: the values of
+    the `Host` header that are answered, without port (none: any). `rows`: the most texts that a replica decodes at a
+    time. `queue`: the most texts that wait for a cache row. `max_tokens`: the most new tokens of a text (None: as many
+    as fit). `max_model_len`: the most tokens of prompt and new text together (None: as many as fit). `max_body`: the
+    largest request body in bytes. `connections`: the most open connections. `timeout`: the seconds from a request's
+    arrival after which its texts end. `reading`: the seconds within which a request's header, and then its body, must
+    arrive. `grace`: the seconds that running requests have at shutdown.
+    """
+
+    names: tuple[str, ...]
+    api_key: str | None = field(default=None, repr=False)
+    cors_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    rows: int = 8
+    queue: int = 64
+    max_tokens: int | None = None
+    max_model_len: int | None = None
+    max_body: int = 4 * 2**20
+    connections: int = 1000
+    timeout: float = 600.0
+    reading: float = 20.0
+    grace: float = 30.0
+
 
 ABORT = "selfspec.abort"  # key in a request's ASGI scope, of a function that closes the connection at once
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 10\r\ncontent-length: 0\r\n\r\n"

@@ -4,23 +4,78 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
 from selfspec.basics.errors import SelfspecError
-from selfspec.server.chat_requests import read_messages
-from selfspec.server.errors import ApiError, wrong
-from selfspec.server.penalties import Penalties
-from selfspec.server.request_schemas import BaseRequest, ChatBody, CompletionBody
-from selfspec.server.settings import Settings
+from selfspec.server.protocol import Settings
+from selfspec.server.request_schemas import ApiError, BaseRequest, ChatBody, CompletionBody, wrong
+from selfspec.text.prompt_template import Message
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.llm.options import Options
     from selfspec.llm.sampling_plan import Plan
     from selfspec.text.guided import Guide
-    from selfspec.text.prompt import Prompt
+    from selfspec.text.prompt_template import Prompt
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_READ = ("role", "content", "name")  # a name is accepted, but not passed to the template
+_NOTHING: tuple[Any, ...] = (None, [], "", {})
+
+
+def read_messages(messages: list[Any]) -> list[Message]:
+    """Return the messages, the parts of each content joined. Raises `ApiError`, which names the wrong message."""
+    if not messages:
+        raise wrong("messages: the list is empty; expected at least one message of the user", "messages")
+    return [_message(entry, f"messages[{number}]") for number, entry in enumerate(messages)]
+
+
+def _message(entry: Any, where: str) -> Message:
+    if not isinstance(entry, Mapping):
+        raise wrong(f"{where}: expected an object with role and content", where)
+    role = entry.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
+    for name, value in entry.items():
+        if name not in _READ and value not in _NOTHING:
+            raise wrong(f"{where}.{name[:60]}: is not served", f"{where}.{name[:60]}")
+    return {"role": _ROLES[role], "content": _content(entry.get("content"), f"{where}.content")}
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise wrong(f"{where}: expected a text, or parts of type 'text'", where)
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise wrong(f"{where}: expected parts of type 'text', each with a text; other types are not served", where)
+    return "".join(part["text"] for part in content)
+
+
+class Penalties(LogitsProcessor):  # type: ignore[misc]
+    """Logits processor that penalises tokens which the new text contains already.
+
+    It subtracts `frequency` for each occurrence of a token, and `presence` once if the token occurs. The result depends
+    only on the tokens so far, as it must for every processor. `prompt`: the number of tokens before the new text.
+    """
+
+    def __init__(self, prompt: int, *, presence: float, frequency: float) -> None:
+        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the penalised scores. `input_ids`: `[B, n]`, `scores`: `[B, V]`."""
+        new = input_ids[:, self._prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
 
 CHARACTERS = 32  # maximum characters of a prompt for each token that fits; longer prompts are not tokenised
 _GUIDES = 32  # maximum number of JSON schemas whose guides are cached

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from selfspec.server.errors import ApiError
 from selfspec.server.request_parser import ParsedRequest, TextRequest
+from selfspec.server.request_schemas import ApiError
 
 if TYPE_CHECKING:
     from selfspec.llm.request import Request, TokenLogprobs

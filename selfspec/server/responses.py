@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from selfspec.basics.files import json_line
-from selfspec.server.errors import ApiError
 from selfspec.server.middleware import NOTES, refusal
 from selfspec.server.protocol import ABORT
+from selfspec.server.request_schemas import ApiError
 from selfspec.server.request_state import Call, EndReason, TextUpdate
 from selfspec.server.response_schemas import ResponseSchema, Spell, cut_short, finish_reason, sources, usage
 from selfspec.server.worker_pool import WorkerPool

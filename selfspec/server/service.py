@@ -1,33 +1,89 @@
-"""The service that answers requests: it parses the body, submits the call to the pool and makes the response."""
+"""The service that answers requests: it reads and parses the body, submits the call and makes the response."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from selfspec.models.vocabularies import token_bytes_of
-from selfspec.server.errors import ApiError
 from selfspec.server.metrics import Metrics
 from selfspec.server.middleware import Log, log_line
-from selfspec.server.request_body import BodyBudget, read_raw
+from selfspec.server.protocol import Settings
 from selfspec.server.request_parser import ParsedRequest, RequestParser
-from selfspec.server.request_schemas import BaseRequest, ChatBody, CompletionBody, read_body
+from selfspec.server.request_schemas import ApiError, BaseRequest, ChatBody, CompletionBody, read_body
 from selfspec.server.request_state import Call
 from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
 from selfspec.server.responses import GONE, TIMED_OUT, Answer, when_gone
-from selfspec.server.settings import Settings
 from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
     from selfspec.text.guided import Guide
+
+
+class BodyBudget:
+    """The bytes that the bodies of requests in preparation may take together; used in the event loop only."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    @contextmanager
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes for one body until the block is left.
+
+        The function raises `ApiError` of status 429 if fewer bytes are left.
+        """
+        taken = 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            if count > self._left:
+                message = "the requests that arrive at this time are too large together; try again later"
+                raise ApiError(429, message, code="queue_full", headers={"Retry-After": "10"})
+            self._left -= count
+            taken += count
+
+        try:
+            yield take
+        finally:
+            self._left += taken
+
+
+async def read_raw(request: Request, *, most: int, seconds: float, take: Callable[[int], None]) -> bytes:
+    """Return a request's body of at most `most` bytes, which must arrive within `seconds`.
+
+    `take`: called with the bytes of each part, as of `BodyBudget.reserve`. The content type must be JSON, so that
+    another site's page cannot post a request from a browser without a preflight. Raises `ApiError` for a larger or late
+    body, and for another content type.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "expected a body of JSON, and the header 'Content-Type: application/json'")
+    too_large = ApiError(413, f"the body is too large; expected at most {most} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                take(len(part))
+                body += part
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {seconds:g} seconds") from None
+    except ClientDisconnect:
+        raise GONE from None
+    return bytes(body)
+
 
 Body = TypeVar("Body", bound=BaseRequest)
 _BODIES = 16  # bodies of the largest size that can be in preparation at a time

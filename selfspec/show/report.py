@@ -17,11 +17,9 @@ from selfspec.profile.schema import Profile
 from selfspec.show import captions as reading
 from selfspec.show.plots import bench_plots as bench_plots
 from selfspec.show.plots import profile_plots as profile_plots
-from selfspec.show.plots import study_plots as study_plots
 from selfspec.show.plots.style import svg
 from selfspec.show.tables import bench_frame, bench_position_frame, source_frame
-from selfspec.types.draft_path import WORDS
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import WORDS, SkipSet
 
 WIDTH = 7.2  # width of a plot, in inches
 
@@ -125,17 +123,17 @@ def study_section(trials: pd.DataFrame, sensitivities: pd.DataFrame | None, plac
     drawn, notes = [], []
     if sensitivities is not None:
         text = reading.sensitivity(sensitivities)
-        drawn.append(picture("sensitivity", study_plots.sensitivity, sensitivities, text, f"Heat map. {text}"))
+        drawn.append(picture("sensitivity", profile_plots.sensitivity, sensitivities, text, f"Heat map. {text}"))
     else:
         notes.append("The effects of single sub-layers are known only with --objective replay and warm starts.")
     if trials["draft_cost"].notna().any():
         text = reading.pareto(trials)
-        drawn.append(picture("pareto", study_plots.pareto, trials, text, f"Acceptance against draft cost. {text}"))
+        drawn.append(picture("pareto", profile_plots.pareto, trials, text, f"Acceptance against draft cost. {text}"))
     else:
         notes.append("Draft costs are unknown for these timed trials; --objective replay computes them.")
     for name, draw, read, what in (
-        ("skipped", study_plots.speedup_against_skipped, reading.speedup_against_skipped, "Speedup against skipped."),
-        ("progress", study_plots.progress, reading.progress, "Best speedup against seconds."),
+        ("skipped", profile_plots.speedup_against_skipped, reading.speedup_against_skipped, "Speedup against skipped."),
+        ("progress", profile_plots.progress, reading.progress, "Best speedup against seconds."),
     ):
         text = read(trials)
         drawn.append(picture(name, draw, trials, text, f"{what} {text}"))

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.speculation.host_sync import needs_sync, to_lists
-from selfspec.types.limits import LOWEST_TEMPERATURE
+from selfspec.types.methods import LOWEST_TEMPERATURE
 
 _REMEMBERED = 24  # positions whose noise is cached, enough for most drafts; other noise is regenerated identically
 

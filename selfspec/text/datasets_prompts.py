@@ -18,9 +18,8 @@ from urllib.parse import quote
 
 from selfspec.basics.errors import SelfspecError, reason
 from selfspec.basics.files import check_file, read_text
-from selfspec.basics.hub import unreachable
-from selfspec.text.prompt import Prompt
-from selfspec.text.prompt_template import PromptTemplate
+from selfspec.basics.machine import unreachable
+from selfspec.text.prompt_template import Prompt, PromptTemplate
 
 ROWS = 4096
 BATCH = 512  # rows in memory at a time, as one row group of a parquet file may have a million

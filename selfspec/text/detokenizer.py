@@ -1,8 +1,10 @@
-"""Streaming detokeniser, which holds back an incomplete character and text that may be the start of a stop string."""
+"""Streaming detokeniser, which holds back incomplete characters and starts of stop strings, and token frequencies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # tokenizers decode the first bytes of an incomplete character to this
@@ -139,3 +141,19 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+MULTIPLE = 16  # quantised heads are fastest with a multiple of this many tokens
+
+
+def frequent(texts: Iterable[Iterable[int]], most: int, vocabulary: int) -> list[int]:
+    """Return the `most` most frequent token ids in `texts` (token ids), in ascending order of id.
+
+    `vocabulary`: the number of token ids of the model. A number of 16 or more is rounded down to a multiple of 16.
+    Among equally frequent tokens, such as unseen tokens, the lowest ids are chosen: a tokenizer's early merges were the
+    most frequent in its training text.
+    """
+    count = min(most, vocabulary)
+    count -= count % MULTIPLE if count >= MULTIPLE else 0
+    counts = Counter(chain.from_iterable(texts))
+    return sorted(sorted(range(vocabulary), key=lambda token: -counts[token])[:count])

@@ -1,4 +1,6 @@
-"""Prompts from files, folders and data sets of the hub, and the built-in prompts of the package.
+"""Prompts from files, folders and data sets of the hub, the package's own prompts, and Spec-Bench's questions.
+
+The questions are read from the benchmark's own `question.jsonl`, which is not shipped.
 
 This module reads `.jsonl` and `.txt` lines itself instead of by `datasets`, whose JSON reader converts texts that look
 like dates to dates and accepts `["a"]` as a row, and whose JSON and text readers do not name a wrong line.
@@ -17,9 +19,7 @@ from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind, read_text
 from selfspec.text.datasets_prompts import PRESETS, Use, read_folder, read_parquet, read_preset
-from selfspec.text.jsonl import FileTexts, check_unicode, json_row, lines
-from selfspec.text.prompt import Prompt
-from selfspec.text.prompt_template import PromptTemplate
+from selfspec.text.prompt_template import FileTexts, Prompt, PromptTemplate, check_unicode, json_row, lines
 from selfspec.text.spec_bench import benchmark_file, read_questions
 
 TASK = ("task", "category")  # columns that hold a prompt's task; the first of these that exists is read

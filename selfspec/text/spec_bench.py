@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.text.datasets_prompts import parquet_rows
-from selfspec.text.jsonl import check_unicode, json_rows
+from selfspec.text.prompt_template import check_unicode, json_rows
 
 CONVERSATION = "multi-turn conversation"  # the task of all MT-Bench categories, as in Spec-Bench's results
 _OF_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -75,14 +75,14 @@ def _question(row: Any, where: str, benchmark: Benchmark) -> tuple[str, str]:
             f"{where}: expected an object with 'category' and 'turns', as in {benchmark.name}'s {benchmark.file}"
         )
     category, turns = row.get("category"), row.get("turns")
+    tasks = benchmark.tasks
     named = isinstance(category, str) and category.strip() and category.isprintable()
-    if not named or (benchmark.tasks is not None and category not in benchmark.tasks):
+    if not isinstance(category, str) or not named or (tasks is not None and category not in tasks):
         got = "is missing" if category is None else f"is {short(category)}"
-        expected = "a name" if benchmark.tasks is None else f"one of {benchmark.name}'s: {', '.join(benchmark.tasks)}"
+        expected = "a name" if tasks is None else f"one of {benchmark.name}'s: {', '.join(tasks)}"
         raise SelfspecError(f"{where}: 'category' {got}; expected {expected}")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise SelfspecError(f"{where}: 'turns' must be a list of texts, the user's turns")
     if not turns[0].strip():
         raise SelfspecError(f"{where}: the first of 'turns' is empty; expected a question")
-    task = category if benchmark.tasks is None else benchmark.tasks[category]
-    return check_unicode(turns[0], where), task
+    return check_unicode(turns[0], where), category if tasks is None else tasks[category]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.path_modules import Bridge, Trained
+from selfspec.models.quantized_sublayers import Bridge, Trained
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.speculation.forward_output import ForwardOutput

@@ -22,7 +22,7 @@ from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.models.families import parts_of
 from selfspec.models.loading import load_model
 from selfspec.profile.draft_spec import ProposerSpec
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.base import Runtime

@@ -24,17 +24,25 @@ from selfspec.draft_modules.registry import make_head
 from selfspec.llm.llm import LLM
 from selfspec.profile.schema import Profile
 from selfspec.runtime.worker_group import check_runtime_unsharded
-from selfspec.text.prompt import Prompt
-from selfspec.text.token_counts import frequent
+from selfspec.text.detokenizer import frequent
+from selfspec.text.prompt_template import Prompt
 from selfspec.training.distill import DistillLearner, write_student
 from selfspec.training.layerskip import LayerSkipLearner, write_layerskip
 from selfspec.training.learner import Learner
-from selfspec.training.making import MAKING, SilentTraining, TrainingCallbacks, folder_of, make_texts
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
 from selfspec.training.path_learner import PathLearner
 from selfspec.training.path_training import RANK, ProfilePath, bridged, write_path_profile
 from selfspec.training.profiles import write_profiles
-from selfspec.training.state import Fittable, Progress, State
+from selfspec.training.state import (
+    MAKING,
+    Fittable,
+    Progress,
+    SilentTraining,
+    State,
+    TrainingCallbacks,
+    folder_of,
+    make_texts,
+)
 from selfspec.training.texts import TextStore, TrainingText, layers_of
 
 WINDOW = 128  # (token, hidden state) pairs per training window

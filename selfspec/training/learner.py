@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.draft_modules.decoder_head import LayerShape
-from selfspec.draft_modules.heads import head_rows, make_part_file
+from selfspec.draft_modules.heads import LayerShape, head_rows, make_part_file
 from selfspec.draft_modules.mlp_heads import Hydra, Medusa, MlpSpeculatorNet, Steps
 from selfspec.draft_modules.module_files import PartFile
 from selfspec.runtime.base import Runtime
-from selfspec.training.last_logits import LastLogits
 from selfspec.training.pairs import ChimeraNet, EagleNet, MtpNet
-from selfspec.training.texts import TrainingText
+from selfspec.training.texts import LastLogits, TrainingText
 
 LATER = 0.8  # factor on the loss of each further draft step
 PLACES = 6  # draft positions with a held-out acceptance, at most

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selfspec.draft_modules.chimera import REACH
-from selfspec.draft_modules.decoder_head import LayerShape
+from selfspec.draft_modules.heads import LayerShape
+from selfspec.draft_modules.registry import REACH
 
 
 class _Norm(nn.Module):

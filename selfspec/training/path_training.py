@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.draft_modules.module_files import PartFile, read_part
-from selfspec.draft_modules.path_files import path_part, trained_of
+from selfspec.draft_modules.module_files import PartFile, path_part, read_part, trained_of
 from selfspec.drafters.registry import draft_path
 from selfspec.llm.llm import LLM
-from selfspec.models.path_modules import Trained
+from selfspec.models.quantized_sublayers import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile, bring_int4
 from selfspec.runtime.base import Runtime
 from selfspec.training.bridges import agreement, fit_bridges
-from selfspec.training.making import TrainingCallbacks
 from selfspec.training.options import Kind, TrainOptions
-from selfspec.training.state import Progress
+from selfspec.training.state import Progress, TrainingCallbacks
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 

@@ -1,4 +1,4 @@
-"""Profiles that draft with a trained head, with the measured cost of its draft steps on this machine."""
+"""Profiles that draft with a trained or published head, with the measured cost of its draft steps on this machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 import torch
 
 from selfspec.draft_modules.heads import Head
+from selfspec.draft_modules.module_files import write_part
+from selfspec.draft_modules.published_heads import read_published
+from selfspec.draft_modules.registry import make_head
 from selfspec.drafters import make_drafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.profile.draft_spec import Below, LayerSkipSpec, ProposerSpec
-from selfspec.profile.head_spec import HeadSpec
+from selfspec.profile.drafter_specs import HeadSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile, bring_int4
@@ -93,3 +96,16 @@ def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> flo
                 took += payoff.cost(outcome.draft.work)
                 tokens += len(outcome.draft.confidence)
     return round(min(max(1 - took / (tokens * payoff.draft), 0.0), 0.95), 4) if tokens else None
+
+
+def convert(llm: LLM, folder: Path, out: Path, profile: Profile | None) -> tuple[Path, tuple[Path, ...], str, float]:
+    """Convert a published head in `folder`, and write its part file and profiles to the folder `out`.
+
+    `profile` is as `own` in `write_profiles`. Returns the part file, the profiles, the kind of the head, and the
+    megabytes of its weights in memory. Raises `SelfspecError` for an unknown kind of head, or a head for another model.
+    """
+    part = read_published(folder, llm.runtime)
+    head = make_head(llm.runtime, part)
+    path = out / f"{part.kind}.safetensors"
+    write_part(path, part)
+    return path, write_profiles(llm, path, head, profile, []), part.kind, round(head.bytes / 1e6, 2)

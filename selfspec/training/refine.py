@@ -17,7 +17,7 @@ from selfspec.llm.stream import Generation
 from selfspec.profile.module_files_spec import sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
-from selfspec.text.prompt import Prompt
+from selfspec.text.prompt_template import Prompt
 from selfspec.training.fit import check_folder
 from selfspec.training.options import Loss
 from selfspec.training.path_learner import PathLearner

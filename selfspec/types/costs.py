@@ -1,4 +1,4 @@
-"""The cost model of drafting and verification on one machine: plain data, for profiles, controllers and the search.
+"""Costs of drafting and verification on one machine: plain data, for profiles, controllers and the search.
 
 `selfspec.measure.cost_fitting` fits it. Does not import torch.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from selfspec.basics.checked_model import Data, Positive, Rate, Seconds
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.draft_path import DraftPath, LowMode, Mode, as_path
+from selfspec.types.draft_path import DraftPath, LowMode, Mode, SkipSet, as_path
 from selfspec.types.draft_work import LOOKUP_CALL, DraftCall, Work, draft_pass
-from selfspec.types.skip import SkipSet
+from selfspec.types.methods import MOST_ROWS
 
 WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps over 2, 3, .. tokens
 CHEAPER = 0.9  # a quantised mode is worth trying if it costs less than this share of full precision
@@ -156,3 +157,64 @@ def _counts(path: DraftPath, mode: Mode, layers: int, priced: Collection[Mode]) 
         return len(sublayers.attention), len(sublayers.mlp)
     others = [path.skip, *(getattr(path, other) for other in priced if other != "full")]
     return layers - sum(len(o.attention) for o in others), layers - sum(len(o.mlp) for o in others)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Seconds of a pass by its total number of tokens, 0, 1, 2, .., whatever the number of sequences.
+
+    `verify[n]`: a full pass over n tokens, with the round's other work; `draft[n]`: a pass along the draft path. Beyond
+    the last entry, costs rise with the mean slope of the upper half of the entries. Raises `SelfspecError` if `verify`
+    or `draft` has fewer than three entries.
+    """
+
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if min(len(self.verify), len(self.draft)) < 3:
+            raise SelfspecError("costs of passes: expected at least those over 0, 1 and 2 tokens")
+
+    @classmethod
+    def from_measurements(cls, verify: Mapping[int, float], draft: Mapping[int, float], *, most: int) -> PassCosts:
+        """Interpolate measured costs, given by number of tokens, up to `most` tokens; costs never fall with tokens."""
+        return cls(_filled(verify, most), _filled(draft, most))
+
+    @classmethod
+    def from_cost_model(cls, costs: CostModel, draft: float) -> PassCosts:
+        """Return the costs of a profile, which are of one sequence; `draft`: the seconds of a draft step."""
+        full = (costs.round + costs.verification(rows) for rows in range(1, MOST_ROWS + 1))
+        return cls((0.0, *full), (0.0, *costs.passes(draft)))
+
+    def verified(self, tokens: int) -> float:
+        """Return the seconds of a full pass over `tokens` tokens."""
+        return _seconds_for(self.verify, tokens)
+
+    def wider(self, tokens: int, more: int) -> float:
+        """Return the seconds that `more` further tokens add to a full pass over `tokens` tokens."""
+        return self.verified(tokens + more) - self.verified(tokens)
+
+    def drafted(self, tokens: int) -> float:
+        """Return the seconds of a pass along the draft path over `tokens` tokens."""
+        return _seconds_for(self.draft, tokens)
+
+
+def _filled(timed: Mapping[int, float], most: int) -> tuple[float, ...]:
+    known = sorted(timed.items())
+    for i in range(len(known) - 2, -1, -1):  # disturbed measurements are too long, never too short
+        known[i] = known[i][0], min(known[i][1], known[i + 1][1])
+    filled = [0.0]
+    for tokens in range(1, max(most, 2) + 1):
+        high = next((i for i, (n, _) in enumerate(known) if n >= tokens), len(known) - 1)
+        (a, x), (b, y) = known[max(high - 1, 0)], known[max(high, 1) if len(known) > 1 else high]
+        seconds = y if a == b else x + (y - x) * (tokens - a) / (b - a)
+        filled.append(seconds)
+    return tuple(filled)
+
+
+def _seconds_for(seconds: tuple[float, ...], tokens: int) -> float:
+    last = len(seconds) - 1
+    if tokens <= last:
+        return seconds[tokens]
+    half = last // 2
+    return seconds[last] + (tokens - last) * (seconds[last] - seconds[half]) / (last - half)

@@ -37,15 +37,13 @@ from selfspec.drafters import (
 )
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.models.low_precision import fake
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import StoreProposer
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.acceptance import PayoffModel
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence, PayoffModel
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 Make = Callable[[Runtime], Drafter]
 BY_GAP = Confidence(bias=0.2, probability=0.4, gap=0.8)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from selfspec.drafters import PlainDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.drafts import Draft, Outcome

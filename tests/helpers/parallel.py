@@ -28,9 +28,9 @@ from selfspec.engine.engine import Engine
 from selfspec.llm.batch import Batch
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.profile.choosing import choose_profile
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
+from selfspec.profile.shipped import choose_profile
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState

@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec.controllers import Controller
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.runtime.base import Runtime
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 
 def pruned(model: Any, skip: SkipSet) -> Any:

@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from selfspec.server.protocol import Settings
 from selfspec.server.server import Server, bind_socket, url
 from selfspec.server.service import Service
-from selfspec.server.settings import Settings
-from selfspec.server.worker import Replica
-from selfspec.server.worker_pool import WorkerPool
+from selfspec.server.worker_pool import Replica, WorkerPool
 
 
 @dataclass

@@ -21,9 +21,8 @@ from selfspec.speculation.rules import greedy, match
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import Work, steps_of
-from selfspec.types.skip import SkipSet
 
 
 class Toy:

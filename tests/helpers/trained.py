@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from selfspec.models.path_modules import Bridge, Trained, Update
+from selfspec.models.quantized_sublayers import Bridge, Trained, Update
 from selfspec.runtime.base import Runtime
 from selfspec.types.draft_path import DraftPath
 

@@ -17,16 +17,14 @@ from toys import RandomTree
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, LookupDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
 ROOM = 32

@@ -31,7 +31,7 @@ IMPORTED = (  # what commands import when they need it
     "scipy.stats",
     "selfspec.cli.app",
     "selfspec.llm.llm",
-    "selfspec.search.front_pick",
+    "selfspec.search.trial_tables",
     "selfspec.search.study",
     "selfspec.show.report",
     "sqlalchemy",

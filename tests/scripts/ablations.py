@@ -20,8 +20,8 @@ from typing import Any
 import built_in
 import numpy as np
 import torch
-from selfspec.search.confidence_fit import GAP, choose_confidence, features
 from selfspec.search.continuations import DecodingSettings, continue_prompts
+from selfspec.search.fits import GAP, choose_confidence, features
 from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
 
@@ -31,11 +31,10 @@ from selfspec.controllers import FixedK
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.reading import read_profile
-from selfspec.text.token_counts import frequent
-from selfspec.types.confidence import PROBABILITY
+from selfspec.text.detokenizer import frequent
+from selfspec.types.acceptance import PROBABILITY
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import MODES, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import MODES, DraftPath, SkipSet
 
 
 def paths(layers: int, vocabulary: tuple[int, ...], found: DraftPath | None) -> dict[str, DraftPath]:

@@ -19,9 +19,9 @@ from selfspec.basics.machine import machine
 from selfspec.drafters import Drafter, PlainDrafter, make_drafter
 from selfspec.engine.engine import Engine
 from selfspec.measure.audit import first_difference
+from selfspec.measure.model_copies import widen
 from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model
-from selfspec.models.widen import widen
 from selfspec.profile import find_profile_file
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime

@@ -38,11 +38,14 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 try:
-    from selfspec.engine.loop import decode
+    from selfspec.engine.engine import decode
     from selfspec.models import layout as layouts
     from selfspec.models.loading import load_model
-    from selfspec.models.widen import widen
-    from selfspec.types.skip import SkipSet
+    from selfspec.types.draft_path import SkipSet
+    try:
+        from selfspec.measure.model_copies import widen
+    except ImportError:  # before widening stood beside the copies
+        from selfspec.models.widen import widen
 except ImportError:  # before the rooms were renamed
     from selfspec.decoding.loop import decode
     from selfspec.facts.skip import SkipSet

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.measure.cost_fitting import measure_path_costs
 from selfspec.models.layout import apply_layout_
 from selfspec.runtime.base import Runtime
@@ -26,8 +26,7 @@ from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 128_256
 

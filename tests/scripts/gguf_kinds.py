@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE / "results"))
 from decoders import FILE_TYPES  # type: ignore[import-not-found]  # noqa: E402
 from run import Worker  # type: ignore[import-not-found]  # noqa: E402
 
-from selfspec.models.pypi_models import packaged_file  # noqa: E402
+from selfspec.models.hub_names import packaged_file  # noqa: E402
 
 SIZES = {
     "block_count": 24,

@@ -34,8 +34,7 @@ from selfspec.profile.schema import Profile
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 PROMPTS, ROUNDS = 4, {100: 8, 500: 4}
 HALF = SkipSet(tuple(range(1, 16, 2)), tuple(range(1, 16, 2)))

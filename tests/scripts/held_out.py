@@ -17,9 +17,8 @@ import torch
 import selfspec
 from selfspec.basics.machine import machine
 from selfspec.training.fit import EVAL_TEXTS, _checkpoint_config, _learner
-from selfspec.training.making import folder_of
 from selfspec.training.options import TrainOptions, check_kind
-from selfspec.training.state import State
+from selfspec.training.state import State, folder_of
 from selfspec.training.texts import TextStore
 
 

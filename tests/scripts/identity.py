@@ -54,14 +54,13 @@ from selfspec.drafters import (
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.acceptance import PayoffModel
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence, PayoffModel
 from selfspec.types.draft_path import MODES, DraftPath
 
 ROWS = 4

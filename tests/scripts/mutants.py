@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         "masks: a sliding window is one token too long",
-        "selfspec/runtime/masks.py", ".tril(end - n - window)", ".tril(end - n - window - 1)",
+        "selfspec/runtime/attention_inputs.py", ".tril(end - n - window)", ".tril(end - n - window - 1)",
         "runtime/test_windows.py models/test_every_family.py",
     ),
     Mutant(

@@ -23,7 +23,7 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import method
 from selfspec.speculation.drafter import Drafter
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 DRAFTED, CANDIDATES, START, REPEATS = 4, 3, 100, 3
 EDGES = (128, 256, 384, 512, 640, 768, 896, 1000)

@@ -30,11 +30,10 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import LOW, MODES, DraftPath, HeadMode
+from selfspec.types.draft_path import LOW, MODES, DraftPath, HeadMode, SkipSet
 from selfspec.types.draft_work import DRAFT_STEP
-from selfspec.types.skip import SkipSet
 from selfspec.types.stats import Stats
 
 TOKENS = 32

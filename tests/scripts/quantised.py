@@ -20,8 +20,7 @@ import torch
 import selfspec
 from selfspec.llm.llm import wrap
 from selfspec.models.loading import load_model
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 LETTER = (
     "Dear Ms Adler, thank you for your letter of the third of May. The shelves that you ordered left our workshop on "

@@ -24,7 +24,7 @@ from unittest import mock
 import built_in
 import torch
 from selfspec.search.continuations import DecodingSettings, continue_prompts
-from selfspec.search.target_text import TargetText
+from selfspec.search.replay_state import TargetText
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 

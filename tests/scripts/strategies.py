@@ -20,8 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from selfspec.search.calibration import choose
-from selfspec.search.continuations import DecodingSettings
+from selfspec.search.continuations import DecodingSettings, choose
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import ReplayObjective, WallClockObjective
 from selfspec.search.options import SearchOptions
@@ -37,7 +36,7 @@ from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.timing import interleave, method
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 DECODING, PROMPTS, STRATEGY = DecodingSettings(64), 8, SearchOptions.strategy
 

@@ -15,9 +15,9 @@ import torch
 from selfspec.search import find_profile
 
 import selfspec
+from selfspec.measure.model_copies import widen
 from selfspec.models.layout import apply_layout_
 from selfspec.models.loading import load_model
-from selfspec.models.widen import widen
 from selfspec.profile.reading import write_profile
 
 

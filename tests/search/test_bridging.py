@@ -10,7 +10,7 @@ from selfspec.search import finalists, find_profile, study
 from selfspec.search.bridging import attach_bridges, with_bridges
 from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import TargetText
+from selfspec.search.replay_state import TargetText
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -106,7 +106,7 @@ def test_a_search_measures_and_saves_them(whole, tmp_path, monkeypatch):
         return with_bridges(Eager(worth), replace(score, path=PATH), runtime=runtime, texts=texts[:6])
 
     monkeypatch.setattr(study, "with_bridges", eager)
-    monkeypatch.setattr(study, "FEWEST", 1000)  # nor is any chosen by further texts
+    monkeypatch.setattr(study, "FEWEST_RESCORED", 1000)  # nor is any chosen by further texts
     monkeypatch.setattr(finalists, "WITHIN_REACH", 5.0)
     profile = find_profile(whole, trials=1, count=2, max_new_tokens=8, keep_best=True, modes="full,skip")
     assert profile.draft.trained == "bridge"

@@ -5,21 +5,20 @@ from __future__ import annotations
 import pytest
 from models import plain, small
 from selfspec.search import finalists, find_profile, prepare, study
-from selfspec.search.calibration import choose
-from selfspec.search.draft_vocabulary import with_smaller_head
+from selfspec.search.bridging import with_smaller_head
+from selfspec.search.continuations import choose
+from selfspec.search.finalists import PROMPTS
 from selfspec.search.objective import ReplayObjective
 from selfspec.search.replay import Replay
-from selfspec.search.rescoring import PROMPTS
-from selfspec.search.target_text import TargetText
+from selfspec.search.replay_state import TargetText
 
 import selfspec
 from selfspec.controllers import FixedK
 from selfspec.drafters import PlainDrafter
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.text.token_counts import frequent
+from selfspec.text.detokenizer import frequent
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 SKIP = SkipSet((1,), (2,))
 

@@ -10,9 +10,9 @@ from selfspec.search.budget import Budget, Deadline
 from selfspec.search.callbacks import SilentSearch
 from selfspec.search.continuations import FEWEST, DecodingSettings
 from selfspec.search.forecast import Pace
-from selfspec.search.front_pick import as_profile
 from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.space import Space
+from selfspec.search.trial_tables import as_profile
 from studies import measured_as, small_study
 
 from selfspec.measure.timing import Runs

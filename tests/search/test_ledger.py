@@ -9,12 +9,11 @@ import pytest
 from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from selfspec.search.front_pick import as_profile, best_within, memory_of, pareto
 from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import open_storage
-from selfspec.search.trial_tables import sensitivity_frame, trials_frame
+from selfspec.search.trial_tables import as_profile, best_within, memory_of, pareto, sensitivity_frame, trials_frame
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.schema import Calibration

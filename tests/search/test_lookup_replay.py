@@ -8,19 +8,18 @@ from dataclasses import replace
 import pytest
 from lowering import random_path
 from models import run
-from selfspec.search.controller_grid import deepest
-from selfspec.search.lookup_replay import spared, with_lookup_tokens
 from selfspec.search.objective import ReplayObjective
+from selfspec.search.oracle import spared, with_lookup_tokens
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import TargetText
-from selfspec.search.trace import Trace, walk
+from selfspec.search.replay_state import TargetText
+from selfspec.search.trace import Trace, deepest, walk
 
 from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.models.low_precision import fake
 from selfspec.profile.draft_spec import ProposerSpec
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler

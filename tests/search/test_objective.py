@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 from models import plain, run, small
-from selfspec.search.controller_grid import LONG_ENOUGH, LONGEST_DRAFT, controllers_in_play, deepest, long_enough
 from selfspec.search.objective import ReplayObjective, predict
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import TargetText
+from selfspec.search.replay_state import TargetText
+from selfspec.search.trace import LONG_ENOUGH, LONGEST_DRAFT, controllers_in_play, deepest, long_enough
 
 from selfspec.controllers import FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter
@@ -14,8 +14,8 @@ from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 COSTS = CostModel(
     context=9, base=0.1, attention=0.1, mlp=0.1, widths=[1, 8], verify=[1.0, 1.7], round=0.05, prefill=0.01

@@ -16,8 +16,8 @@ from selfspec.controllers import FixedK, parse_controller
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.draft_work import DRAFT_STEP
-from selfspec.types.skip import SkipSet
 
 COSTS = CostModel(context=9, base=0.1, attention=0, mlp=0, widths=[1, 2, 8], verify=[1.0, 1.3, 1.7], round=0.05)
 DRAFT = 0.4

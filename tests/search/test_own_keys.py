@@ -9,12 +9,11 @@ import torch
 from models import run, small
 from pruned import PrunedModel, pruned
 from selfspec.search import finalists, find_profile, prepare
-from selfspec.search.controller_grid import deepest
 from selfspec.search.objective import predict
 from selfspec.search.replay import Replay
+from selfspec.search.replay_state import TargetText
 from selfspec.search.space import Space
-from selfspec.search.target_text import TargetText
-from selfspec.search.trace import walk
+from selfspec.search.trace import deepest, walk
 from selfspec.search.warm_starts import programme
 
 from selfspec import builtin
@@ -27,8 +26,8 @@ from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.costs import CostModel
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 CONTROLLERS = [
     FixedK(1),

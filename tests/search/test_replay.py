@@ -11,10 +11,9 @@ import torch
 from lowering import random_path
 from models import drafting_rounds, plain, run, small
 from pruned import PrunedModel
-from selfspec.search.controller_grid import deepest
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import TargetText
-from selfspec.search.trace import walk
+from selfspec.search.replay_state import TargetText
+from selfspec.search.trace import deepest, walk
 from toys import Enumerating, enumerate_outcomes
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
@@ -26,10 +25,8 @@ from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.acceptance import PayoffModel
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence, PayoffModel
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 CONTROLLERS = [
     FixedK(1),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from selfspec.search import find_profile, prepare, rescoring
+from selfspec.search import finalists, find_profile, prepare
 from selfspec.search.budget import Budget
 from selfspec.search.callbacks import SilentSearch
 from selfspec.search.continuations import DecodingSettings
+from selfspec.search.finalists import CLEARLY, best_rescored
 from selfspec.search.forecast import FINALISTS, Pace
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
 from selfspec.search.prepare import Search
-from selfspec.search.rescoring import CLEARLY, best_rescored
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
 
@@ -72,14 +72,14 @@ class Told:
 
 
 def test_the_best_by_other_texts_is_taken_as_it_was_scored(search, monkeypatch):
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     assert best_rescored(search(), COSTS, None, PROMPTS, SCORES) is SCORES[1]
     assert [path for path, _ in Told.asked] == PATHS
     assert Told.asked[0][1] == [tuple(prompt) for prompt in PROMPTS]
 
 
 def test_every_finalist_is_named_with_its_speed_on_other_texts(search, monkeypatch):
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     watch, said = SilentSearch(), []
     watch.say = said.append
     best_rescored(search(watch=watch), COSTS, None, PROMPTS, SCORES)
@@ -93,7 +93,7 @@ def test_what_a_search_starts_from_stays_unless_another_is_clearly_faster(search
     """A little more on a few texts is noise."""
     given = search()
     start = given.space.path(given.space.start)
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "speeds", {PATHS[0]: 1.0 + better, start: 1.0})
     scores = [SCORES[0], scored(start, 1.0)]
     assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[kept]
@@ -106,7 +106,7 @@ def test_a_real_replay_of_other_texts_decides(search):
 
 
 def test_one_alone_is_taken(search, monkeypatch):
-    monkeypatch.delattr(rescoring, "ReplayObjective")
+    monkeypatch.delattr(finalists, "ReplayObjective")
     assert best_rescored(search(), COSTS, None, PROMPTS, SCORES[:1]) is SCORES[0]
 
 
@@ -130,7 +130,7 @@ def test_without_time_for_other_texts_it_stays_too(search, better, kept):
 
 def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_the_best(search, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 2.0)
     given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4))
@@ -144,7 +144,7 @@ def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_th
 @pytest.mark.parametrize(("seconds", "best"), [(0.0, 0), (1e6, 1)])
 def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, best):
     clock = Clock()
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 10.0)
     given = search(budget=Budget(seconds, clock=clock), pace=Pace(1.0, 0.1))
@@ -153,7 +153,7 @@ def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, b
 
 def test_time_may_end_after_some_of_them(search, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 10.0)
     budget = Budget(60.0, clock=clock)
@@ -172,7 +172,7 @@ def test_time_may_end_while_the_texts_are_made(search, monkeypatch):
             clock.now += 1e3
 
     clock = Clock()
-    monkeypatch.setattr(rescoring, "ReplayObjective", Told)
+    monkeypatch.setattr(finalists, "ReplayObjective", Told)
     given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4), watch=Slow())
     assert best_rescored(given, COSTS, None, PROMPTS, SCORES) is SCORES[0]
     assert Told.asked == []

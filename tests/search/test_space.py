@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from selfspec.search.space import Space, parse_keep, parse_modes
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.draft_path import MODES, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import MODES, DraftPath, SkipSet
 
 
 @given(st.integers(1, 8), st.sampled_from(["sublayer", "layer"]), st.sets(st.sampled_from(MODES[1:])), st.data())

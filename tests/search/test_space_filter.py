@@ -13,8 +13,7 @@ from torch import nn
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.costs import CostModel, ModeCosts
-from selfspec.types.draft_path import MODES, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import MODES, DraftPath, SkipSet
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from selfspec.search.space import Space
 from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.types.draft_path import MODES, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import MODES, DraftPath, SkipSet
 
 SPACE = Space(4)
 skipping = DraftPath.skipping

@@ -6,7 +6,7 @@ import pytest
 import selfspec.search
 from model_types import tiny_model
 from selfspec.search import Prompts, callbacks, finalists, find_profile, objective, prepare, quantizing, study
-from selfspec.search.calibration import choose, record
+from selfspec.search.continuations import choose, record
 from selfspec.search.forecast import FINALISTS, Pace
 from studies import measured_as
 
@@ -16,7 +16,7 @@ from selfspec.profile.draft_spec import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.stats import Stats
 
 COSTS = CostModel(

@@ -4,14 +4,13 @@ import pytest
 import torch
 from models import plain, small
 from selfspec.search.replay import Replay
+from selfspec.search.replay_state import TargetText
 from selfspec.search.space import Space
-from selfspec.search.target_text import TargetText
 from selfspec.search.warm_starts import by_cosines, every_second, first_k, likely, mostly_int4, programme
 
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import MODES, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import MODES, DraftPath, SkipSet
 
 COSTS = CostModel(context=9, base=0.1, attention=1.0, mlp=2.0, widths=[1], verify=[1.0], round=0.0)
 LAYERS = 3

@@ -22,7 +22,7 @@ from studies import small_study
 from wants import is_there, missing
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli import pick_command
+from selfspec.cli import profile_commands
 from selfspec.profile.reading import read_profile
 
 pytestmark = pytest.mark.long("searches that several workers share")
@@ -117,7 +117,7 @@ def test_a_profile_is_picked(tmp_path, capsys):
     ledger = small_study(tmp_path / "trials.jsonl")
     costs = sorted(entry.draft_cost for entry in ledger.entries if not entry.score.pruned)
     place, out = str(tmp_path / "trials.jsonl"), tmp_path / "p.yaml"
-    pick_command.run("selfspec", place, costs[0] + 1e-9, out, as_json=True)
+    profile_commands.run("selfspec", place, costs[0] + 1e-9, out, as_json=True)
     said = json.loads(capsys.readouterr().out)
     profile = read_profile(tmp_path / "p.yaml")
     assert profile.predicted.draft_cost == pytest.approx(costs[0], abs=1e-3)
@@ -126,8 +126,8 @@ def test_a_profile_is_picked(tmp_path, capsys):
     assert [row["draft_cost"] for row in front] == sorted(row["draft_cost"] for row in front)
     assert [row["acceptance_rate"] for row in front] == sorted(row["acceptance_rate"] for row in front)
     assert {row["memory"] for row in front} == {None}, "of a model whose sizes are not known"
-    pick_command.run("selfspec", place, costs[0] + 1e-9, out, extra_memory=0, as_json=False)
+    profile_commands.run("selfspec", place, costs[0] + 1e-9, out, extra_memory=0, as_json=False)
     assert "memory" in capsys.readouterr().err
     with pytest.raises(SelfspecError, match="no trial's draft step costs 0.001 of a plain one or less; the cheapest"):
-        pick_command.run("selfspec", place, 0.001, out, as_json=True)
+        profile_commands.run("selfspec", place, 0.001, out, as_json=True)
     assert read_profile(out) == profile

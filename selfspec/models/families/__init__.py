@@ -11,17 +11,14 @@ from typing import Any
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.families.base import Family, Parts
 from selfspec.models.families.cohere2 import Cohere2
+from selfspec.models.families.experts import Mixtral, Qwen3Moe
 from selfspec.models.families.gemma import Gemma2, Gemma3
 from selfspec.models.families.glm4 import Glm4
 from selfspec.models.families.gpt_neox import GptNeoX
 from selfspec.models.families.gpt_oss import GptOss
-from selfspec.models.families.granite import Granite
 from selfspec.models.families.llama import Llama
-from selfspec.models.families.moe import Mixtral, Qwen3Moe
+from selfspec.models.families.llama_variants import Granite, Phi3, Qwen3, SmolLM3
 from selfspec.models.families.olmo2 import Olmo2
-from selfspec.models.families.phi3 import Phi3
-from selfspec.models.families.qwen3 import Qwen3
-from selfspec.models.families.smollm3 import SmolLM3
 from selfspec.models.families.stablelm import StableLm
 from selfspec.models.families.starcoder2 import Starcoder2
 

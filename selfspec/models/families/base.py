@@ -30,6 +30,19 @@ RoPE rotates the first r of a head's d dimensions; r may be 0.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes and dtype of a model. `eps` is the eps of its norms; `intermediate` is the number of MLP units."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
     """The RoPE of queries and keys: rotated x is x * cos + y * sin, where y is (-x2, x1) and x1, x2 are halves of x.

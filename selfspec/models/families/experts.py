@@ -1,17 +1,20 @@
-"""Mixture-of-experts MLPs: in full precision as the model's own module, or with all experts quantised."""
+"""Mixture-of-experts MLPs, and the families Mixtral and Qwen3-MoE, which have experts in all layers or some."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.models.families.base import Workspace
-from selfspec.models.linears import Call, is_plain, on_rows
-from selfspec.models.norms import Norm
+from selfspec.models.dispatch import device_of
+from selfspec.models.families.base import Layer, Mlp, Workspace
+from selfspec.models.families.llama import Llama
+from selfspec.models.families.llama_variants import Qwen3
+from selfspec.models.linears import Call, Group, is_plain, on_rows
+from selfspec.models.norms import Norm, Norms
 
 Weights = tuple[Tensor, Tensor | None]
 """A weight `[out, in]` and a bias `[out]` or None."""
@@ -109,3 +112,29 @@ class QuantizedExperts:
         x = self.norm(work.stream, work.stream_with_eps, work.normed)
         _, weights, chosen = self.router(x)
         self.experts.add(work.stream, x, weights, chosen)
+
+
+class Mixtral(Llama):
+    """The `Family` of models with the module tree of `MixtralForCausalLM`."""
+
+    def layer(self, layer: Any, attention_spec: int) -> Layer:
+        """Return a layer's modules, with its experts if it has any."""
+        experts = getattr(layer.mlp, "experts", None)
+        expert_parts = None if experts is None else ExpertParts(layer.mlp.gate, experts)
+        return replace(super().layer(layer, attention_spec), experts=expert_parts)
+
+    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
+        """Return a layer's linears without its experts, which run as the model's own module."""
+        groups = super().groups(attention, mlp)
+        return groups[:2] if hasattr(mlp, "experts") else groups
+
+    def mlp(self, layer: Layer, norms: Norms) -> Mlp:
+        """Return a layer's experts, or its dense MLP."""
+        mlp = layer.module.mlp
+        if not hasattr(mlp, "experts"):
+            return super().mlp(layer, norms)
+        return Experts(norms.read(layer.norms[1], device_of(layer.norms[0])), mlp)
+
+
+class Qwen3Moe(Mixtral, Qwen3):
+    """The `Family` of models with the module tree of `Qwen3MoeForCausalLM`."""

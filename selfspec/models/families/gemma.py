@@ -14,7 +14,7 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.families.base import Attention, AttentionSpec, GatedMlp, Layer, Mlp, Parts, Rope, Rotary
 from selfspec.models.families.common import capped, capped_weights, normed_onto, windows_of, with_native
 from selfspec.models.families.llama import Llama
-from selfspec.models.families.qwen3 import with_normed_heads
+from selfspec.models.families.llama_variants import with_normed_heads
 from selfspec.models.linears import Call
 from selfspec.models.norms import Formula, Norms
 

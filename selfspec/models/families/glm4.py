@@ -9,7 +9,7 @@ from selfspec.models.families.base import Attention, AttentionSpec, Layer, Mlp, 
 from selfspec.models.families.common import interleaved_rotary, normed_onto, windows_of, with_native
 from selfspec.models.families.gemma import normed_after
 from selfspec.models.families.llama import Llama
-from selfspec.models.families.phi3 import fused_mlp
+from selfspec.models.families.llama_variants import fused_mlp
 from selfspec.models.linears import Group
 from selfspec.models.norms import Norms
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from selfspec.models.families.base import Attention, AttentionSpec, Layer, Rope, Weights
 from selfspec.models.families.common import repeated_halves, softmax, windows_of
-from selfspec.models.families.experts import ExpertParts
+from selfspec.models.families.experts import ExpertParts, Mixtral
 from selfspec.models.families.llama import Llama
-from selfspec.models.families.moe import Mixtral
 from selfspec.models.norms import Formula, Norms
 
 

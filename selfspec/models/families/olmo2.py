@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp
 from selfspec.models.families.common import identity_norm, normed_onto, normed_projections, with_native
 from selfspec.models.families.llama import Llama
-from selfspec.models.families.qwen3 import shape_of
+from selfspec.models.families.llama_variants import shape_of
 from selfspec.models.norms import NO_NORM, Formula, Norms
 
 

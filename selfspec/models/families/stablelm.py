@@ -11,7 +11,7 @@ from selfspec.models.families.base import Attention, Block, Layer
 from selfspec.models.families.cohere2 import parallel
 from selfspec.models.families.common import normed_heads
 from selfspec.models.families.llama import Llama
-from selfspec.models.families.qwen3 import shape_of
+from selfspec.models.families.llama_variants import shape_of
 from selfspec.models.linears import Call
 from selfspec.models.norms import Norms
 

@@ -35,12 +35,14 @@ def chunk_kernel(
     head, chunk = tl.program_id(0), tl.program_id(1)
     sequence, kv_head = head // KV_HEADS, head % KV_HEADS
     tokens = tl.arange(0, BLOCK_T)
-    last = tl.max(tl.load(slots + sequence * n + tokens, mask=tokens < n, other=0), 0)
+    every = tl.load(slots + sequence * n + tokens, mask=tokens < n, other=0)
+    last = tl.max(tl.where(every < kv_len, every, 0), 0)
     if chunk * CHUNK <= last:
         rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)  # row = query head of the group * n + token
         in_rows, dims = rows < GROUP * n, tl.arange(0, BLOCK_D)
         in_dims, token = dims < DIM, rows % n
         own = tl.load(slots + sequence * n + token)
+        own = tl.where(own < kv_len, own, 0)
         at = (head * GROUP * n + rows)[:, None] * DIM + dims[None, :]
         queries = tl.load(q + at, mask=in_rows[:, None] & in_dims[None, :], other=0.0).to(COMPUTE)
         row = (row_start + sequence).to(tl.int64)
@@ -79,7 +81,7 @@ def chunk_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts, largest, total, slots, out, n, chunks, out_stride,
+    parts, largest, total, slots, out, n, kv_len, chunks, out_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +89,8 @@ def combine_kernel(
     head, row = tl.program_id(0), tl.program_id(1)
     sequence, kv_head = head // KV_HEADS, head % KV_HEADS
     tokens, dims, chunk = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-    last = tl.max(tl.load(slots + sequence * n + tokens, mask=tokens < n, other=0), 0)
+    every = tl.load(slots + sequence * n + tokens, mask=tokens < n, other=0)
+    last = tl.max(tl.where(every < kv_len, every, 0), 0)
     known = (chunk < chunks) & (chunk * CHUNK <= last)
     line = (head * GROUP * n + row) * chunks + chunk
     high = tl.load(largest + line, mask=known, other=float("-inf"))
@@ -118,7 +121,8 @@ def decode_attention(
     `q` `[B * H_kv, G, n, d]` is contiguous. `cache` are a layer's keys and values `[rows, H_kv, slots, d]`, of which
     the B rows from `first_row` on are read, up to slot `kv_len`. `slots` `[B, n]` are the tokens' own slots. `mask`
     `[1 or B, n, kv_len]` is true where a token sees a slot, no later one than the largest of `slots`; without a mask, a
-    token sees the slots up to its own, of which only the last `window` if that is given. Every token sees a slot.
+    token sees the slots up to its own, of which only the last `window` if that is given. Every token sees a slot. One
+    whose slot is not below `kv_len` is padding, for which no slots are read that others of its sequence do not need.
     """
     keys, values = cache
     (batch, n), (_, group, _, dim), kv_heads = slots.shape, q.shape, keys.shape[1]
@@ -135,6 +139,6 @@ def decode_attention(
         COMPUTE=compute_dtype(q.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_S=BLOCK_SLOTS, **blocks, num_warps=4, num_stages=2,
     )  # fmt: skip
     combine_kernel[(heads, group * n)](
-        parts, largest, total, slots, out, n, chunks, out.stride(0),
+        parts, largest, total, slots, out, n, kv_len, chunks, out.stride(0),
         **shape, BLOCK_C=power_of_two(chunks, 1), **blocks, num_warps=4,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from selfspec.basics.switches import switched
+from selfspec.basics.errors import switched
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ENV_VAR = "SELFSPEC_TRITON"  # environment variable: 1 enables the kernels

@@ -1,14 +1,15 @@
-"""Plots of a benchmark: speedups of methods, sources of tokens, and acceptance by draft position."""
+"""Plots of a benchmark (speedups, sources of tokens, acceptance by draft position) and of trainings."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.show.plots.style import DASHES, MARKS, SERIES, WIDTH, reference, styled, subplots
+from selfspec.show.plots.style import DASHES, MARKS, SERIES, WIDTH, reference, series, styled, subplots
 
 PLAIN = "plain"
 _HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo")
@@ -136,3 +137,38 @@ def acceptance_by_position(frame: pd.DataFrame, *, width: float = WIDTH) -> Figu
             loc="lower left", bbox_to_anchor=(0, 1), ncols=3 if len(groups) < 4 else 2, fontsize=8.5, borderaxespad=0.2
         )
     return figure
+
+
+def learning_curves(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """Plot tokens per target pass on held-out texts by minutes of fitting, with a line per kind of trained part.
+
+    `frame`: as returned by `tables.learning_frame`. `width`: in inches.
+    """
+    with styled():
+        figure, axes = _by_kind(frame, "minutes", "tokens_per_pass", width)
+        axes.set(xlabel="minutes of fitting", ylabel="held-out tokens a pass,\ngreedy drafts")
+        axes.set_ylim(bottom=1)
+    return figure
+
+
+def acceptance_by_place(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
+    """Plot the share of drafts that match the text up to each draft position, with a line per kind of trained part.
+
+    `frame`: as returned by `tables.place_frame`. `width`: in inches.
+    """
+    with styled():
+        figure, axes = _by_kind(frame, "place", "acceptance", width)
+        axes.set(xlabel="position in the draft", ylabel="drafts right up to there")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_ylim(bottom=0)
+    return figure
+
+
+def _by_kind(frame: pd.DataFrame, x: str, y: str, width: float) -> tuple[Figure, Axes]:
+    """Plot column `y` against column `x`, with a line per kind of trained part."""
+    figure, (axes,) = subplots(width=width, height=3.2)
+    for number, (kind, group) in enumerate(frame.groupby("kind", sort=False)):
+        axes.plot(group[x], group[y], label=kind, **series(number))
+    axes.legend(fontsize=8.5)
+    return figure, axes

@@ -59,8 +59,8 @@ PARTS = (
     Part("products", 60, 1),  # GB/s of each product at the shapes of Llama 3 8B
     Part("llama", 100, 1),  # passes and rounds of Llama 3 8B with random weights
     Part("triton_kernels", 60, 2),  # the Triton kernels: values, bits, products, passes
-    Part("rounds", 50, 2),  # rounds on the device beside rounds on the host
-    Part("widened", 150, 2),  # texts with real acceptance at 1B and 7B
+    Part("rounds", 70, 2),  # rounds on the device beside rounds on the host
+    Part("widened", 130, 2),  # texts with real acceptance at 1B and 7B
     Part("batches", 75, 2),  # 1, 8 and 32 sequences together
     Part("traces", 50, 2),  # a profiler's trace of a few rounds
     Part("search", 75, 2),  # a search as the command does it

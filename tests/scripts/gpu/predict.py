@@ -65,8 +65,8 @@ def pass_seconds(
     return shape.layers * layer + others
 
 
-ROUND_NODES, STEP_NODES = 35, 5  # of a greedy round beside its passes: once, and for each draft step
-PLAIN_NODES = 12  # of a round without a draft
+ROUND_NODES, STEP_NODES = 46, 5  # of a greedy round beside its passes: once, and for each draft step
+PLAIN_NODES = 22  # of a round without a draft
 
 
 def rounds(shape: Shape, context: int, bandwidth: float, node: float) -> Iterator[tuple[int, int, float]]:

@@ -10,10 +10,10 @@ from tape import Tape
 
 import selfspec.runtime.forward
 from selfspec.llm.llm import LLM, wrap
+from selfspec.measure.model_copies import widen
 from selfspec.models.kernels import BY_DEVICE, KERNELS
 from selfspec.models.layout import join_all_
 from selfspec.models.loading import load_model
-from selfspec.models.widen import widen
 from selfspec.runtime.base import Runtime
 from selfspec.types.draft_path import DraftPath, Mode
 

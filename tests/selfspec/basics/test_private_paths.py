@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from selfspec.basics import files, private_paths
-from selfspec.basics.private_paths import is_private, open_private
+from selfspec.basics import files
+from selfspec.basics.files import is_private, open_private
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has no such modes")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has n
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Two folders, one in the other, of a group that others are in."""
-    monkeypatch.setattr(private_paths, "_is_own_group", lambda group: False)
+    monkeypatch.setattr(files, "_is_own_group", lambda group: False)
     (tmp_path / "outer" / "inner").mkdir(parents=True, mode=0o700)
     (tmp_path / "outer").chmod(0o755)
     return tmp_path / "outer" / "inner"
@@ -44,7 +44,7 @@ def test_whoever_may_write_above_can_exchange_it(mode, folder):
 def test_a_group_of_this_user_alone_may_write(folder, monkeypatch):
     folder.parent.chmod(0o775)
     assert not is_private(folder)
-    monkeypatch.setattr(private_paths, "_is_own_group", lambda group: group == folder.stat().st_gid)
+    monkeypatch.setattr(files, "_is_own_group", lambda group: group == folder.stat().st_gid)
     assert is_private(folder)
     folder.parent.chmod(0o777)
     assert not is_private(folder)

@@ -24,7 +24,7 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import Guard
 from selfspec.llm.options import Options
-from selfspec.measure import side_by_side
+from selfspec.measure import audit
 from selfspec.measure.bench import Benchmark
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import parse_profile, profile_schema, read_profile, write_profile
@@ -32,10 +32,10 @@ from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.speculation.rules import RULES, Verdict
 from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.events import TokenEvent
 from selfspec.types.identity import Identity
 from selfspec.types.methods import FREE
-from selfspec.types.skip import SkipSet
 
 SELFSPEC = str(Path(sys.executable).parent / "selfspec")
 PROMPT = "import os\n\ndef main(args):\n    "
@@ -173,7 +173,7 @@ class TestGenerate:
         self, cli, profile_file, monkeypatch, by_rows, by_columns, fastest_one
     ):
         """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
-        held, compare = [], side_by_side.compare
+        held, compare = [], audit.compare
         monkeypatch.setattr("selfspec.models.layout.layout_times", lambda model: fastest("rows", "columns"))
         monkeypatch.setattr("selfspec.llm.llm.layout_times", lambda model: fastest("rows", "columns"))
         monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
@@ -182,7 +182,7 @@ class TestGenerate:
             held.append((llm.layout, plain_llm.layout))
             return compare(llm, *args, plain_llm=plain_llm, **options)
 
-        monkeypatch.setattr(side_by_side, "compare", note)
+        monkeypatch.setattr(audit, "compare", note)
         args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 4, "--compare")
         assert cli(*args)[0] == 0
         assert held == [("columns", fastest_one)]
@@ -222,7 +222,7 @@ class TestGenerate:
     def test_a_model_without_a_profile_says_how_to_search(self, cli, llm, tmp_path, capsys):
         folder = tmp_path / "other"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(selfspec.profile.choosing, "shipped_profiles", dict)
+            patch.setattr(selfspec.profile.shipped, "shipped_profiles", dict)
             llm.model.save_pretrained(folder)
             llm.tokenizer.save_pretrained(folder)
             capsys.readouterr()

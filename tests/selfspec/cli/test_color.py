@@ -13,10 +13,9 @@ from selfspec.cli import color
 from selfspec.cli.color import colored, legend, show
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.events import Origin, TokenEvent
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 from selfspec.types.stats import Stats
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -19,7 +19,7 @@ from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.profile.reading import read_profile
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 NOTEBOOK = Path(__file__).parents[3] / "notebooks" / "speedup_vs_skipped_layers.ipynb"
 FIXTURE = Path(__file__).with_name("adaptive_threshold.json")

@@ -12,11 +12,10 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 PATH = DraftPath(SkipSet((3, 5, 9)), None, SkipSet((1, 2, 4), (0, 1)), SkipSet((10, 11, 12), (11, 12, 13, 14)), "int8")
 

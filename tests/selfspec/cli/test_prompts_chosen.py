@@ -10,7 +10,7 @@ import pytest
 
 import selfspec
 from selfspec import builtin
-from selfspec.cli.data import PromptOptions
+from selfspec.cli.input_options import PromptOptions
 from selfspec.profile.reading import read_profile
 from selfspec.text.prompt_files import CHAT, Prompts
 

@@ -18,8 +18,7 @@ from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench.json"
 SCRIPT = "<script>document.title = 'owned'</script>"

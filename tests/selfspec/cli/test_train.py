@@ -167,7 +167,7 @@ def test_the_default_profile_is_not_one_to_train_for(cli, monkeypatch):
         given.append((llm.has_default_profile, profile))
         raise SelfspecError("enough")
 
-    monkeypatch.setattr(selfspec.profile.choosing, "shipped_profiles", dict)
+    monkeypatch.setattr(selfspec.profile.shipped, "shipped_profiles", dict)
     monkeypatch.setattr("selfspec.training.fit.fit", fit)
     assert cli("train", "eagle")[0] == 2
     assert given == [(True, None)]

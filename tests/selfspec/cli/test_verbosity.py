@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from selfspec.cli.verbosity import verbosity
+from selfspec.cli.dataclass_options import verbosity
 
 PROMPT = "import os\n\ndef main(args):\n    "
 ARGS = ("generate", PROMPT, "-n", 3, "--profile", "none", "--seed", 1)

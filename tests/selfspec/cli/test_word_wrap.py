@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from selfspec.cli.word_wrap import WordWrapper
+from selfspec.cli.color import WordWrapper
 
 TEXTS = st.text(st.sampled_from("ab \t\n") | st.characters(exclude_categories=["Cs", "Cc"]), max_size=60)
 

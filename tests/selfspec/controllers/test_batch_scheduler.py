@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler
-from selfspec.types.round_costs import PassCosts
+from selfspec.controllers.batch_scheduler import most_paying_sequences
+from selfspec.types.costs import PassCosts
 
 FLAT = PassCosts((0.0, *[1.0] * 64), (0.0, *[0.2] * 64))  # a pass costs what it costs, however wide
 STEEP = PassCosts(tuple(float(n) for n in range(65)), tuple(0.3 * n for n in range(65)))  # all is by the token
@@ -20,37 +21,52 @@ def begun(prices, rows):
     return load
 
 
+def going(load, hopes, later, *, verified, most):
+    """The sequences that draft another token, of `most` that each may draft."""
+    chances = [[hope * later**d for d in range(most)] for hope in hopes]
+    return [i for i, length in enumerate(load.draft_lengths(chances, verified=verified)) if length]
+
+
 def test_where_passes_cost_the_same_however_wide_all_draft():
-    assert sorted(begun(FLAT, 4).select_drafting([0.9, 0.5, 0.9, 0.6], 0.8, verified=4, most=8)) == [0, 1, 2, 3]
+    assert going(begun(FLAT, 4), [0.9, 0.5, 0.9, 0.6], 0.8, verified=4, most=8) == [0, 1, 2, 3]
 
 
 def test_where_every_token_costs_as_much_nobody_drafts():
-    assert begun(STEEP, 4).select_drafting([0.9, 0.95, 0.9, 0.99], 0.9, verified=4, most=8) == []
+    assert going(begun(STEEP, 4), [0.9, 0.95, 0.9, 0.99], 0.9, verified=4, most=8) == []
+
+
+def test_one_length_for_all_is_as_long_as_pays():
+    """A longer draft pays where later tokens are as sure, and costs are those of all sequences together."""
+    lengths = (1, 2, 4, 6, 8, 12)
+    assert begun(FLAT, 4).common_length([0.9] * 4, 0.95, lengths) == 12
+    assert begun(FLAT, 4).common_length([0.9] * 4, 0.3, lengths) == 2
+    assert begun(STEEP, 4).common_length([0.9] * 4, 0.95, lengths) == 0
+    assert begun(FLAT, 4).common_length([0.9] * 4, 0.95, ()) == 0
 
 
 def test_those_with_most_hope_draft():
     """Up to eight tokens a pass costs nothing more, beyond as much as it brings."""
     wide = PassCosts((0.0, *[1.0] * 8, *(1.0 + n for n in range(1, 57))), (0.0, *[0.001] * 64))
-    assert begun(wide, 6).select_drafting([0.1, 0.9, 0.5, 0.8, 0.2, 0.3], 0.5, verified=6, most=1) == [1, 3]
+    assert going(begun(wide, 6), [0.1, 0.9, 0.5, 0.8, 0.2, 0.3], 0.5, verified=6, most=1) == [1, 3]
 
 
 def test_a_dear_row_is_taken_where_cheap_ones_follow():
     """The ninth token doubles the pass, those after it are free: one more does not pay, eight do."""
     stairs = PassCosts((0.0, *[1.0] * 2, *[2.5] * 30), (0.0, *[0.001] * 32))
     load = begun(stairs, 2)
-    assert load.select_drafting([0.95, 0.95], 0.95, verified=2, most=1) == []
-    assert sorted(load.select_drafting([0.95, 0.95], 0.95, verified=2, most=8)) == [0, 1]
+    assert going(load, [0.95, 0.95], 0.95, verified=2, most=1) == []
+    assert going(load, [0.95, 0.95], 0.95, verified=2, most=8) == [0, 1]
 
 
 def test_a_rate_that_drafts_have_raised_asks_for_more():
     load = begun(FLAT, 1)
-    assert load.select_drafting([0.25], 0.5, verified=1, most=1) == [0]
+    assert going(load, [0.25], 0.5, verified=1, most=1) == [0]
     for _ in range(300):
         load.record_draft(4, 4, 5, nodes=4)
         load.record_pass(1)
         load.begin(1)
     assert load.rate > 2
-    assert load.select_drafting([0.25], 0.5, verified=1, most=1) == []
+    assert going(load, [0.25], 0.5, verified=1, most=1) == []
 
 
 def test_a_rate_is_known_by_how_many_there_are():
@@ -65,10 +81,10 @@ def test_a_rate_is_known_by_how_many_there_are():
 def test_those_that_are_still_read_will_be_decoded_beside():
     """Alone, a sequence may spend half a pass on half a token; not where three more begin in a moment."""
     load = begun(FLAT, 1)
-    assert load.select_drafting([0.4], 0.1, verified=1, most=1) == [0]
+    assert going(load, [0.4], 0.1, verified=1, most=1) == [0]
     load.begin(1, reading=3)
     assert load.rate == 4.0
-    assert load.select_drafting([0.4], 0.1, verified=1, most=1) == []
+    assert going(load, [0.4], 0.1, verified=1, most=1) == []
 
 
 def test_first_tokens_are_judged_by_those_lately_and_then_forgotten():
@@ -118,10 +134,10 @@ def test_what_plain_rounds_take_is_learnt():
     load = BatchDraftScheduler(FLAT)
     load.begin(2)
     assert load.rate == 2.0
-    assert load.select_drafting([0.2, 0.2], 0.1, verified=2, most=1) == []
+    assert going(load, [0.2, 0.2], 0.1, verified=2, most=1) == []
     rounds(load, 2, 200, plain=2.0, nodes=0)
     assert load.rate == pytest.approx(1.0, abs=0.1)
-    assert sorted(load.select_drafting([0.2, 0.2], 0.1, verified=2, most=1)) == [0, 1]
+    assert going(load, [0.2, 0.2], 0.1, verified=2, most=1) == [0, 1]
 
 
 @pytest.mark.parametrize(("spent", "verifying", "go"), [(0.2, 0.0, True), (1.5, 0.0, False)])
@@ -129,7 +145,7 @@ def test_what_draft_passes_take_is_learnt(spent, verifying, go):
     load = BatchDraftScheduler(FLAT, first=0.9)
     rounds(load, 2, 100, spent=spent, verifying=verifying)
     load._speeds.clear()  # what rounds brought is not at stake
-    assert bool(load.select_drafting([0.5, 0.5], 0.1, verified=2, most=1)) is go
+    assert bool(going(load, [0.5, 0.5], 0.1, verified=2, most=1)) is go
 
 
 def test_what_verifying_takes_is_learnt():
@@ -154,7 +170,7 @@ def test_chance_in_the_time_of_short_drafts_does_not_end_drafting():
         load.record_duration(1.02 + (0.1 if number % 2 else -0.1))
     load.begin(2)
     assert load._wider(2, 8) == pytest.approx(0.08, rel=0.2)
-    assert sorted(load.select_drafting([0.9, 0.9], 0.9, verified=2, most=4)) == [0, 1]
+    assert going(load, [0.9, 0.9], 0.9, verified=2, most=4) == [0, 1]
 
 
 def drafts_of(load, rows, number):
@@ -162,13 +178,13 @@ def drafts_of(load, rows, number):
     found = []
     for _ in range(number):
         load.begin(rows)
-        going = load.select_drafting([0.9] * rows, 0.9, verified=rows, most=1)
-        if going:
-            load.record_pass(len(going), 0.2)
+        drafting = going(load, [0.9] * rows, 0.9, verified=rows, most=1)
+        if drafting:
+            load.record_pass(len(drafting), 0.2)
         for i in range(rows):
-            load.record_draft(int(i in going), int(i in going), 1 + (i in going), nodes=int(i in going))
-        load.record_duration(1.0 + (0.2 + len(going) if going else 0.0))
-        found.append(len(going))
+            load.record_draft(int(i in drafting), int(i in drafting), 1 + (i in drafting), nodes=int(i in drafting))
+        load.record_duration(1.0 + (0.2 + len(drafting) if drafting else 0.0))
+        found.append(len(drafting))
     return found
 
 
@@ -207,10 +223,9 @@ def test_guesses_that_are_wrong_however_sure_are_given_up_and_tried_again():
 )
 def test_whatever_prices_are_the_choice_is_one(hopes, later, most, steps):
     seconds = tuple(sum(steps[:n]) for n in range(13))
-    going = begun(PassCosts(seconds, seconds), 8).select_drafting(hopes, later, verified=len(hopes), most=most)
-    assert len(set(going)) == len(going)
-    least = min((hopes[i] for i in going), default=1.0)
-    assert all(hope <= least for i, hope in enumerate(hopes) if i not in going)
+    drafting = going(begun(PassCosts(seconds, seconds), 8), hopes, later, verified=len(hopes), most=most)
+    least = min((hopes[i] for i in drafting), default=1.0)
+    assert all(hope <= least for i, hope in enumerate(hopes) if i not in drafting)
 
 
 def test_prices_between_what_was_timed_are_lines_that_never_fall():
@@ -226,3 +241,20 @@ def test_prices_between_what_was_timed_are_lines_that_never_fall():
 def test_too_few_prices_are_refused():
     with pytest.raises(SelfspecError, match="expected at least those over 0, 1 and 2 tokens"):
         PassCosts((0.0, 1.0), (0.0, 1.0, 2.0))
+
+
+def test_a_draft_is_longer_where_a_sequence_is_surer():
+    """Each verified token takes as long as three quarters of a token bring, with the margin; draft passes nothing."""
+    slope = PassCosts((0.0, *(1.0 + 0.3 * n for n in range(64))), (0.0, *[1e-6] * 64))
+    load = begun(slope, 2)
+    assert load.rate == pytest.approx(2 / 1.3)
+    assert load.draft_lengths([[0.95, 0.9, 0.85, 0.5], [0.8, 0.5]], verified=2) == [3, 1]
+    assert load.later == pytest.approx((0.9 / 0.95 + 0.5 / 0.8) / 2)
+
+
+def test_the_number_of_sequences_from_which_drafts_stop_paying():
+    """Up to eight tokens a pass takes as long as over one, then a second a token: two each must fit into eight."""
+    eight = PassCosts((0.0, *[1.0] * 8, *(1.0 + n for n in range(1, 57))), (0.0, *[0.01] * 64))
+    assert most_paying_sequences(eight, 0.9, most=64) == 7
+    assert most_paying_sequences(STEEP, 0.9, most=64) == 0
+    assert most_paying_sequences(FLAT, 0.9, most=5) == 5

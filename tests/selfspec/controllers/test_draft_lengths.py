@@ -7,7 +7,7 @@ import random
 import pytest
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.controllers.draft_lengths import DraftLengths
+from selfspec.controllers.draft_loop import DraftLengths
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
 
 LENGTHS = (2, 4, 6, 8, 12)

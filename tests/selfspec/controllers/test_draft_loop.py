@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from selfspec.controllers import CONTROLLERS, AdaptiveThreshold, DraftLoop, FixedK, RateOptimal, StaticThreshold
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
-from selfspec.types.limits import MOST_ROWS
+from selfspec.types.methods import MOST_ROWS
 
 
 def seen(play, confidences):

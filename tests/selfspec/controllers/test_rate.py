@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK, RateOptimal
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff, interpolate
-from selfspec.types.limits import MOST_ROWS
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
+from selfspec.types.methods import MOST_ROWS
 
 STEPS = (0.0, 1.0, 1.1, 1.15, 1.2, 1.6, 1.65, 1.7, 1.75, 1.8, *([2.2] * (MOST_ROWS - 9)))
 

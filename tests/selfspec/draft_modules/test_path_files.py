@@ -13,11 +13,10 @@ from trained import random_trained
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.draft_modules.module_files import PartFile, read_part, write_part
-from selfspec.draft_modules.path_files import path_part, trained_of
+from selfspec.draft_modules.module_files import PartFile, path_part, read_part, trained_of, write_part
 from selfspec.drafters import LayerSkipDrafter, make_drafter
 from selfspec.models.low_precision import fake, quantize
-from selfspec.models.path_modules import Trained
+from selfspec.models.quantized_sublayers import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.runtime.forward import LeanRuntime

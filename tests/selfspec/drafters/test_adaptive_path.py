@@ -17,8 +17,7 @@ from selfspec.engine.engine import Engine
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import as_path
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet, as_path
 
 VOCABULARY, LAYERS = 11, 6
 PROMPT = [1, 4, 2, 9, 3, 3, 7, 0, 5, 10, 8, 6]

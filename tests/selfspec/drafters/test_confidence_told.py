@@ -14,9 +14,8 @@ from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler, gap
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY, PROMPT = 11, [1, 4, 2, 9]
 PATH = DraftPath(SkipSet((1,)), int8=SkipSet((0, 2), (0, 1, 2)), head="int8")

@@ -9,9 +9,8 @@ from words import Doubled, Renamed
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
-from selfspec.proposers.chain import ProposerChain
+from selfspec.engine.engine import Engine, decode
+from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler

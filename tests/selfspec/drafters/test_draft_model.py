@@ -14,7 +14,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
 from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter, PlainDrafter, make_drafter
 from selfspec.models.low_precision import fake
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import LeanRuntime

@@ -21,11 +21,9 @@ from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.acceptance import PayoffModel
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.acceptance import Confidence, PayoffModel
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import NO_WORK, DraftCall, steps_of
-from selfspec.types.skip import SkipSet
 
 STEP = ForwardOutput(None)
 
@@ -57,7 +55,7 @@ class Chain:
         self.made += n > 0
         return [Draft.chain([0] * n, confidence=[0.5] * n, work=steps_of(n))] if n else [NO_DRAFT]
 
-    def plan_round(self, seq, limit, *, ahead):
+    def plan_round(self, seqs, limit, *, ahead):
         return RoundPlan(next((n for n in reversed(LENGTHS) if n <= min(limit.depth, self.longest)), 0))
 
     def max_work(self, limit):
@@ -112,7 +110,7 @@ def decode_ahead(planner, clock, tokens, *, accepted, plain=1.0, wide=1.3, row=0
 
     def launched(ahead):
         nonlocal end
-        n = planner.plan_round(seq, Limit(64), ahead=ahead).length
+        n = planner.plan_round([seq], Limit(64), ahead=ahead).length
         lengths.append(n)
         end = max(end, clock.now) + (n * drafter.seconds + wide + row * n if n else plain)
         return n, end
@@ -149,7 +147,7 @@ def test_a_planned_round_that_another_sequence_discards_is_not_timed():
     clock = Clock()
     guard, (one, other) = Guard(Chain(clock, 0.3), clock=clock), (SequenceState([0], 9, Sampler()) for _ in range(2))
     guard.begin(one, STEP)
-    guard.plan_round(one, Limit(64), ahead=False)
+    guard.plan_round([one], Limit(64), ahead=False)
     guard.begin(other, STEP)
     clock.now += 5
     guard.observe(other, Outcome(NO_DRAFT, (), other.emit([0]), STEP))  # its first token, without a round

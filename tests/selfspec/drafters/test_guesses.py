@@ -12,15 +12,13 @@ from stores import babble, stored
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.low_precision import fake
-from selfspec.proposers.base import Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import Proposal, ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import DRAFT_PATH, draft_pass
-from selfspec.types.skip import SkipSet
 
 VOCABULARY, PROMPTS = 11, [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
 PATH = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")

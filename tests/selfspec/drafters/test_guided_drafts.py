@@ -55,8 +55,7 @@ class ByteGuide:
         self.matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
     def sequence(self, prompt, room, seed=None, guided=True):
-        from selfspec.text.guide_continuation import Continuation
-        from selfspec.text.guided import _Guided
+        from selfspec.text.guided import Continuation, _Guided
 
         ends = frozenset([END])
         processor = _Guided(self.matcher.deep_copy(), ends, frozenset(), len(prompt))

@@ -14,8 +14,7 @@ from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler, best_and_share
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY, KNOWN, PROMPT = 11, list(range(8)), [1, 4, 2]
 PATH = DraftPath(SkipSet((1,), (0,)), int8=SkipSet((0, 2), (1, 2)), head="int8")

@@ -21,10 +21,9 @@ from selfspec.profile.schema import Profile
 from selfspec.speculation.drafts import Draft
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import LOOKUP_CALL, draft_pass
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 PROMPT = [3, 1, 4]
 

@@ -20,8 +20,8 @@ from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.draft_work import DraftCall
-from selfspec.types.skip import SkipSet
 
 VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9], 30
 Q = torch.eye(VOCABULARY, dtype=torch.float64)

@@ -24,8 +24,8 @@ from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.limits import WIDEST_DRAFT
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
+from selfspec.types.methods import WIDEST_DRAFT
 
 VOCABULARY, ROWS = 11, 4
 SKIP = SkipSet((1,), (0, 2))

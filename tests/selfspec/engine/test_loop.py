@@ -17,14 +17,13 @@ from selfspec.drafters import (
     LayerSkipDrafter,
     PlainDrafter,
 )
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]

@@ -19,8 +19,7 @@ from transformers import LogitsProcessor, MistralConfig
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.device_rounds import LENGTHS
 from selfspec.runtime.forward import LeanRuntime
@@ -28,10 +27,9 @@ from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.confidence import PROBABILITY, Confidence
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import passes_of
-from selfspec.types.skip import SkipSet
 
 VOCABULARY = 11
 PROMPT = [1, 4, 2, 9]
@@ -78,7 +76,7 @@ class Lagging(LayerSkipDrafter):
     proposing = False
 
     def _plan(self, seq):
-        self.plan = self.plan_round(seq, Limit(64), ahead=False)
+        self.plan = self.plan_round([seq], Limit(64), ahead=False)
         self.as_planned = copy.deepcopy(self.controller_of(seq))
 
     def controller_of(self, seq):
@@ -251,7 +249,7 @@ def test_under_a_guard(model, sampler):
 
 
 def test_sequences_that_come_and_go(model):
-    """Alone on the device, together on the host; each has the text that it has alone."""
+    """Alone and together on the device; each has the text that it has alone."""
     prompts = [PROMPT, [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
     alone = [plain(host(model), prompt, 40) for prompt in prompts]
     runtime = device(model, rows=2)

@@ -12,13 +12,11 @@ from toys import HiddenHead, Lockstep, RandomTree
 
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import Guard, LayerSkipDrafter, ModelDrafter, PlainDrafter
-from selfspec.engine.engine import Engine
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 11
 SKIP = SkipSet((1,), (0, 2))

@@ -14,12 +14,12 @@ from selfspec.controllers import AdaptiveThreshold, BatchDraftScheduler, RateOpt
 from selfspec.drafters import LayerSkipDrafter, LookupDrafter
 from selfspec.drafters.batch_policy import decide_together
 from selfspec.engine.engine import Engine
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
-from selfspec.types.round_costs import PassCosts
-from selfspec.types.skip import SkipSet
+from selfspec.types.costs import PassCosts
+from selfspec.types.draft_path import SkipSet
 
 VOCABULARY = 2
 PROMPTS, ROOMS = ([0, 1, 1], [1, 0]), (3, 3)

@@ -7,15 +7,14 @@ import torch
 from models import CONFIGS, small, tiny
 from pruned import pruned
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import TargetText
+from selfspec.search.replay_state import TargetText
 from selfspec.search.trace import walk
 from transformers import AutoModelForCausalLM
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
-from selfspec.export.draft_export import with_fixed_length
 from selfspec.export.expected import check_tokens, expected_by_rehearsal, expected_from_profile
-from selfspec.export.exporter import ExportPlan, ExportResult
+from selfspec.export.exporter import ExportPlan, ExportResult, with_fixed_length
 from selfspec.export.weights import model_of, path_weights, save, weights_of
 from selfspec.llm.llm import wrap
 from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, ProposerSpec, Skip

@@ -19,15 +19,20 @@ from selfspec.draft_modules.module_files import write_part
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.export.exporting import ENGINES, export
 from selfspec.export.head_export import head_files
-from selfspec.profile.adaptive_path_spec import ClaspSpec, SwiftSpec
 from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, RecycleSpec, Skip
-from selfspec.profile.free_draft_specs import InputSpec, JacobiSpec, LookaheadSpec
-from selfspec.profile.head_spec import HeadSpec
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import (
+    ClaspSpec,
+    HeadSpec,
+    InputSpec,
+    JacobiSpec,
+    LookaheadSpec,
+    MergedSpec,
+    ModelSpec,
+    SwiftSpec,
+)
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
-from selfspec.profile.tree_merge_spec import MergedSpec
 
 WHOLE = LayerSkipSpec(skip=Skip(attention=list(range(4, 14)), mlp=list(range(4, 14))))
 HALF = LayerSkipSpec(skip=Skip(attention=[3, 5]))

@@ -11,9 +11,7 @@ from safetensors import SafetensorError
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.export.exporter import ExportResult
-from selfspec.export.exporting import ENGINES, check, export, find_engine
-from selfspec.export.folder import staged_folder
-from selfspec.export.limitations import common_limitations
+from selfspec.export.exporting import ENGINES, check, common_limitations, export, find_engine, staged_folder
 from selfspec.export.weights import weights_of
 from selfspec.profile.draft_spec import Below, LayerSkipSpec, LookupSpec, ProposerSpec, Skip
 from selfspec.profile.schema import Profile, SearchRecord

@@ -29,8 +29,7 @@ from selfspec.models.half_storage import held_dtypes
 from selfspec.models.loading import load_model
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.types.draft_path import as_path
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet, as_path
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8], [9, 7, 9, 3, 2, 3]]
 PAD, NEW = 0, 14

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.integrations.custom_generate import hf
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.schema import Profile
 
 

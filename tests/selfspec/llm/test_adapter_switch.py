@@ -12,7 +12,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.llm.batch import Batch
 from selfspec.llm.llm import wrap
 from selfspec.llm.options import Options
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 PROMPT = "def add(a, b):\n"
 NEW = 20

@@ -17,11 +17,11 @@ from selfspec.llm.batch_memory import runtime_for, slot_bytes
 from selfspec.llm.options import Options
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.events import Origin
-from selfspec.types.skip import SkipSet
 
 SKIP = SkipSet((3, 5), (7,))
 PROMPTS = [prompt[-160:] for prompt in builtin.prompts("heldout")[:5]]

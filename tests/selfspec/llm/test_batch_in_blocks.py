@@ -17,8 +17,7 @@ from selfspec.llm.batch import Batch
 from selfspec.llm.batch_memory import slot_bytes
 from selfspec.llm.options import Options
 from selfspec.runtime.paged import BLOCK
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 pytestmark = needs_native
 

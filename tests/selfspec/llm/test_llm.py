@@ -295,7 +295,7 @@ class TestProfiles:
         shipped = find_profile_file("stdlib-llama-3.7m")
         profile = shipped.model_copy(update={"measured": [shipped.measured[0].model_copy(update={"speedup": speedup})]})
         others = {"other": Profile(model=Identity(layers=3)), "it": profile}
-        monkeypatch.setattr(selfspec.profile.choosing, "shipped_profiles", lambda: others)
+        monkeypatch.setattr(selfspec.profile.shipped, "shipped_profiles", lambda: others)
         expected = profile if speedup > 1 else None
         assert selfspec.wrap(llm.model, llm.tokenizer).profile == expected
         assert selfspec.load("builtin").profile == expected

@@ -14,8 +14,7 @@ from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.acceptance import PayoffModel
-from selfspec.types.draft_path import FULL, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import FULL, DraftPath, SkipSet
 
 PATH = DraftPath(SkipSet((0,), (1,)))
 COSTS = {"context": 9, "base": 0.01, "attention": 0, "mlp": 0, "widths": [1, 8], "verify": [1, 1.01], "round": 0}

@@ -22,7 +22,7 @@ from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.llm.sampling_plan import plan
 from selfspec.models.loading import read_generation_config
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12

@@ -14,9 +14,8 @@ from selfspec.measure.audit import audit, first_difference
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import RULES, Verdict
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 PROMPT = [3, 1, 4, 1, 5]
 

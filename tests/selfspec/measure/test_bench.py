@@ -18,8 +18,7 @@ from selfspec.measure.bench_methods import (
     supported,
     weights_of,
 )
-from selfspec.measure.extra_memory import extra_drafter_bytes
-from selfspec.measure.model_copies import load_model_copies
+from selfspec.measure.model_copies import extra_drafter_bytes, load_model_copies
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
 from selfspec.models.families import parts_of
@@ -27,14 +26,13 @@ from selfspec.models.half_storage import HalfLinear
 from selfspec.models.layout import apply_layout_
 from selfspec.models.linears import joined_tensor
 from selfspec.profile.draft_spec import LayerSkipSpec, parse_draft
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import steps_of
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 from selfspec.types.stats import Round, Stats, acceptance_by_position
 
 COSTS = CostModel(context=9, base=0.4, attention=0, mlp=0, widths=[1, 2, 3], verify=[0.9, 1.0, 1.1], round=0.1)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 from layouts import fastest
 
-from selfspec.cli.bench_by_task import by_task_notes, by_task_tables, texts_line
-from selfspec.measure import agreement
-from selfspec.measure.agreement import count_verdicts, verdict
+from selfspec.cli.bench_command import by_task_notes, by_task_tables, texts_line
+from selfspec.measure import summary
 from selfspec.measure.audit import Difference
 from selfspec.measure.bench import Benchmark, BenchTask
 from selfspec.measure.model_copies import load_model_copies
-from selfspec.measure.summary import by_task
+from selfspec.measure.summary import by_task, count_verdicts, verdict
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.stats import Stats
 
 
@@ -98,7 +97,7 @@ class TestVerdicts:
         near = Difference(7, 0, 1, gap=1e-6, noise=1e-6)
         bug = Difference(7, 0, 2, gap=1.0, noise=1e-6)
         judged = {one: near, other: bug}
-        monkeypatch.setattr(agreement, "_difference", lambda plain, llm, prompt, text, its: judged[its])
+        monkeypatch.setattr(summary, "_difference", lambda plain, llm, prompt, text, its: judged[its])
         assert verdict(llm64, llm64, self.PROMPT, {text}, {text, one}) == "near_tie"
         assert verdict(llm64, llm64, self.PROMPT, {text}, {other, text, one}) == "bug"
 

@@ -18,7 +18,7 @@ from selfspec.measure.comparing import (
     recommend,
 )
 from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec, Skip
-from selfspec.profile.model_spec import ModelSpec
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile, SearchRecord
 from selfspec.types.identity import Identity

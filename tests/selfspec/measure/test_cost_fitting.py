@@ -11,15 +11,14 @@ from models import small
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
-from selfspec.llm import round_timer
+from selfspec.llm import local_costs
 from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, lower_quartile
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.draft_path import FULL, LOW, MODES, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import FULL, LOW, MODES, DraftPath, SkipSet
 
 BASE, ATTENTION, MLP, ROW, LOOP = 5.0, 2.0, 1.0, 3.0, 0.5
 
@@ -114,7 +113,7 @@ def test_how_thoroughly_costs_are_measured():
 def test_timed_rounds_reserve_no_more_cache_than_they_can_fill(model):
     runtime = LeanRuntime(model)
     drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(1))
-    round_timer.timed_rounds(runtime, 10, Sampler(temperature=1.0, seed=0), drafter, [0, 3, 5], random.Random(0))
+    local_costs.timed_rounds(runtime, 10, Sampler(temperature=1.0, seed=0), drafter, [0, 3, 5], random.Random(0))
     assert 10 + 14 <= runtime.cache.slots < runtime.skeleton.context
 
 
@@ -127,7 +126,7 @@ def test_a_model_of_one_layer_has_no_other_skip_set_to_test_the_fit_on():
 
 def test_disturbances_do_not_count(model, clock, monkeypatch):
     """A machine that is three times slower in every third draft is measured for longer, and found out all the same."""
-    draw, tick = random.Random(0), round_timer.Probe.propose
+    draw, tick = random.Random(0), local_costs.Probe.propose
     turns = itertools.count()
 
     def disturbed(self, seqs, limits):
@@ -139,7 +138,7 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
             self.seconds += slow
         return drafts
 
-    monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
+    monkeypatch.setattr(local_costs.Probe, "propose", disturbed)
     costs = measure_costs(LeanRuntime(model), context=40, seconds=2e5)
     assert (costs.attention, costs.mlp) == pytest.approx((ATTENTION, MLP), rel=0.15)
     assert costs.draft(SkipSet((1, 2), (3,)), 6) == pytest.approx(BASE + 4 * ATTENTION + 5 * MLP, rel=0.1)
@@ -147,14 +146,14 @@ def test_disturbances_do_not_count(model, clock, monkeypatch):
 
 def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch):
     """Where something else used the machine during plain steps, and only then, they seem to cost more beside a pass."""
-    tick = round_timer.Probe.propose
+    tick = local_costs.Probe.propose
 
     def disturbed(self, seqs, limits):
         drafts = tick(self, seqs, limits)
         clock[0] += 0 if self.length else 100.0
         return drafts
 
-    monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
+    monkeypatch.setattr(local_costs.Probe, "propose", disturbed)
     costs = measure_costs(LeanRuntime(model), context=40, seconds=0.0)
     assert costs.round == pytest.approx(100 + LOOP)
     assert costs.verify == pytest.approx([BASE + 6 * (ATTENTION + MLP)] * len(costs.widths))
@@ -162,14 +161,14 @@ def test_verifying_more_rows_never_costs_less_than_one(model, clock, monkeypatch
 
 def test_verifying_more_rows_never_costs_less_than_fewer(model, clock, monkeypatch):
     """Where something else used the machine during rounds of 12 rows, and only then: 16 share it."""
-    tick = round_timer.Probe.propose
+    tick = local_costs.Probe.propose
 
     def disturbed(self, seqs, limits):
         drafts = tick(self, seqs, limits)
         clock[0] += 100.0 if self.length == 11 else 0
         return drafts
 
-    monkeypatch.setattr(round_timer.Probe, "propose", disturbed)
+    monkeypatch.setattr(local_costs.Probe, "propose", disturbed)
     costs = measure_costs(LeanRuntime(model), context=40, seconds=0.0)
     plain = BASE + 6 * (ATTENTION + MLP)
     assert costs.widths[-3:] == [8, 12, 16]

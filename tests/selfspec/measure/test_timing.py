@@ -9,9 +9,9 @@ import selfspec
 from selfspec.basics.machine import machine
 from selfspec.drafters import PlainDrafter
 from selfspec.llm.options import Options
-from selfspec.measure.side_by_side import compare
+from selfspec.measure.audit import compare
 from selfspec.measure.timing import interleave, interval, measure, method, same_length
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.stats import Stats
 
 

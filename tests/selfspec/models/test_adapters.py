@@ -16,7 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.loading import check_at_hand, check_model_name, load_tokenizer, read_identity, stored_config
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 PROMPT = "def add(a, b):\n"
 wants_peft = needs("peft", "PEFT")

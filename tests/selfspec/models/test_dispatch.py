@@ -23,7 +23,7 @@ from selfspec.models.linears import is_exact
 from selfspec.models.loading import DeviceMap, parse_devices
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.costs import CostModel
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 PROMPT = [3, 1, 4, 1, 5]
 REST = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
@@ -171,7 +171,7 @@ from transformers import AutoModelForCausalLM
 from selfspec.models import skeleton
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 add_device("fake")
 skeleton._fingerprint = lambda model: None  # there are no values

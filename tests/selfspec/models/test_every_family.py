@@ -36,15 +36,14 @@ from selfspec.engine.engine import Engine
 from selfspec.models.families import FAMILIES
 from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import fake
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
 N = 40

@@ -23,8 +23,8 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models import gguf
 from selfspec.models.gguf import check_gguf, own_dtype
 from selfspec.models.gguf_header import read_header
+from selfspec.models.hub_names import PACKAGED, packaged_file
 from selfspec.models.loading import check_model_name, load_model, read_identity, stored_config
-from selfspec.models.pypi_models import PACKAGED, packaged_file
 from selfspec.runtime.forward import LeanRuntime
 
 TOKENS = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}

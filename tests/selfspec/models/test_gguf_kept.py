@@ -19,8 +19,7 @@ from selfspec.models.half_storage import held_dtypes
 from selfspec.models.loading import load_model
 from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 TOKENS = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 PROMPT = torch.arange(20, 60)[None]

@@ -32,8 +32,7 @@ from selfspec.models.native import NativeLinear, NativeProduct, nativise_
 from selfspec.models.native_library import library
 from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.draft_path import FULL, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import FULL, DraftPath, SkipSet
 
 each_half = pytest.mark.parametrize("dtype", HALVES)
 SIZES = [(1, 1), (3, 17), (33, 300), (48, 64), (70, 83), (16, 32)]

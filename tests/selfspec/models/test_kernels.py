@@ -1,4 +1,7 @@
-"""torch's products with weights in few bits: how near they are, and which is taken."""
+"""torch's products with weights in few bits: how near they are, and which is taken.
+
+Seconds of products, by the host's clock or from graph replays.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from amount import examples
+from fake_cuda import fake_cuda as fake_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import needs_native
@@ -31,6 +35,7 @@ from selfspec.models.kernels import (
     int8_weight_only,
     kernel_for,
     kernel_times,
+    seconds_of,
 )
 from selfspec.models.linears import Group
 from selfspec.models.low_precision import QuantizedWeight, bytes_of, fake, quantize, quantize_group
@@ -328,3 +333,21 @@ def test_a_wheel_holds_every_source_that_is_compiled():
 def test_a_compiled_kernel_is_not_timed(monkeypatch):
     monkeypatch.setattr(chosen, "kernel_times", None)
     assert [kernel_for(torch.randn(8, 64), bits) for bits in (8, 4)] == [chosen.native] * 2
+
+
+def test_on_a_cpu_the_clock_is_read_around_all_calls(monkeypatch):
+    now = [10.0]
+
+    def call():
+        now[0] += 1.5
+
+    monkeypatch.setattr(chosen.time, "perf_counter", lambda: now[0])
+    assert seconds_of([call] * 4, torch.device("cpu")) == 1.5
+
+
+def test_on_cuda_a_replay_is_timed_by_events_and_not_what_launching_takes(fake_cuda):
+    calls = []
+    seconds = seconds_of([lambda: calls.append(1)] * 3, torch.device("cuda", 0))
+    assert seconds == pytest.approx(0.006 / 3)
+    assert len(calls) == 6  # a warm-up, and the capture
+    assert (len(fake_cuda.captures), fake_cuda.replays) == (1, 2)

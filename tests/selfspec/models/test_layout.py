@@ -16,7 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models import layout
 from selfspec.models.layout import apply_layout_, choose, measure_layouts, weight_bytes
 from selfspec.models.native import IN_A_PASS
-from selfspec.models.onednn_linear import PackedLinear
+from selfspec.models.stored_linear import PackedLinear
 from selfspec.runtime.forward import LeanRuntime
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])

@@ -20,7 +20,7 @@ from selfspec.models.linears import (
     logits_linear,
     side_by_side,
 )
-from selfspec.models.onednn_linear import PackedLinear, pack_
+from selfspec.models.stored_linear import PackedLinear, pack_
 from selfspec.runtime.forward import LeanRuntime
 
 X = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

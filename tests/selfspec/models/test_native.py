@@ -77,11 +77,14 @@ def rows_of(kind, n, into):
 
 
 def in_int8(x):
-    """What rows stand for in int8, with a scale for each 32 inputs."""
+    """What rows stand for in int8, with a scale for each 32 inputs; and how far off a value is if it is rounded the
+    other way, where it lies between two."""
     blocks = F.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     most = blocks.abs().amax(2, keepdim=True)
-    values = (blocks * torch.where(most > 1e-30, 127 / most, 0.0)).round()
-    return (values.double() * (most / 127).double()).view(len(x), -1)[:, : x.shape[1]]
+    exact, step = blocks * torch.where(most > 1e-30, 127 / most, 0.0), (most / 127).double()
+    between = ((exact - exact.floor() - 0.5).abs() < 1e-4) * step
+    values, between = (t.reshape(len(x), -1)[:, : x.shape[1]] for t in (exact.round().double() * step, between))
+    return values, between
 
 
 def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
@@ -90,12 +93,12 @@ def check_near(kind, product, x, weight, bias, base=0.0, *, got=None):
     Up to `ROWS` rows are quantised themselves before quantised weights are multiplied with them.
     """
     got = product(x) if got is None else got
-    single = len(x) <= ROWS or kind == "float32"
+    single, between = len(x) <= ROWS or kind == "float32", torch.zeros_like(x, dtype=torch.float64)
     if kind in ("int8", "int4") and (single or not torch_has_bfloat16()):
-        single, x = True, in_int8(x)
+        single, (x, between) = True, in_int8(x)
     error = (x.shape[1] + 8) * 2.0**-24 if single else 2.0**-6
     size = x.double().abs() @ weight.abs().t() + torch.as_tensor(bias).abs() + torch.as_tensor(base).abs()
-    most = error * size
+    most = error * size + between @ weight.abs().t()
     off = got.double() - (base + x.double() @ weight.t() + bias)
     assert (off.abs() <= most).all()
 

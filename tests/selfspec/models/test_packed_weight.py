@@ -6,8 +6,7 @@ import pytest
 import torch
 from layouts import needs_native
 
-from selfspec.models.low_precision import quantize
-from selfspec.models.packed_weight import PackedWeight
+from selfspec.models.low_precision import PackedWeight, quantize
 
 SIZES = [(16, 32), (17, 64), (100, 96), (33, 77), (64, 1536)]
 

@@ -16,7 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.llm.llm import wrap
 from selfspec.models.linears import is_exact
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 CONFIG = LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3})
 PROMPT = [(7 * i) % SIZES["vocab_size"] for i in range(24)] * 2

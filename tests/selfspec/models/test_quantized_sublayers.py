@@ -16,8 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 LAYERS, N = 4, 12
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.low_precision import quantize
 from selfspec.models.quantizers import InputMoments, group_for, quantize_int4
-from selfspec.types.int4_methods import METHODS
+from selfspec.types.methods import INT4_METHODS
 
 POINTS = torch.tensor(list(itertools.product(range(16), repeat=4)), dtype=torch.float64)  # all values of 4 inputs
 
@@ -89,7 +89,7 @@ def test_gptq_against_all_values_on_its_grid():
     total = dict.fromkeys(("best", "gptq", "weighted", "nearest"), 0.0)
     for seed in range(12):
         weight, moments = random_case(seed)
-        made = {m: quantize_int4(weight, m, moments, group=4) for m in METHODS}
+        made = {m: quantize_int4(weight, m, moments, group=4) for m in INT4_METHODS}
         assert torch.equal(made["gptq"].scale, made["weighted"].scale)
         assert torch.equal(made["gptq"].zero, made["weighted"].zero)
         errors = {m: product_error(weight, q, moments.products) for m, q in made.items()}
@@ -123,7 +123,7 @@ def test_gptq_over_several_blocks_of_columns(group):
     moments = moments_of(x + 0.3 * torch.randn(400, 192, generator=chance))
     errors = [
         float(product_error(weight, quantize_int4(weight, m, moments, group=group), moments.products).sum())
-        for m in METHODS
+        for m in INT4_METHODS
     ]
     assert errors[2] < 0.5 * errors[1] < 0.5 * errors[0]
 
@@ -169,7 +169,7 @@ def test_any_finite_weight(case):
         x[:, : 64 if seen == "never seen" else 40] = 0
     moments = moments_of(x)
     errors = {}
-    for method in METHODS:
+    for method in INT4_METHODS:
         made = quantize_int4(weight, method, moments, group=32)
         assert made.values.dtype == torch.int8
         assert (made.scale.dtype, made.zero.dtype) == (torch.bfloat16, torch.bfloat16)

@@ -13,11 +13,10 @@ from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile
 from selfspec.profile.schema import Calibration, Profile, Published, SearchRecord
 from selfspec.profile.shipped import find_profile_file, shipped_profiles
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import FULL, MODES, DraftPath
+from selfspec.types.draft_path import FULL, MODES, DraftPath, SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 indices = st.lists(st.integers(0, 9), unique=True).map(sorted)
 names = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=20)

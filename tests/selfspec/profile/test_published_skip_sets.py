@@ -20,8 +20,8 @@ from selfspec.profile.schema import Published
 from selfspec.profile.shipped import shipped_profiles
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.controller import ControllerSpec
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 layers = st.lists(st.integers(0, 39), unique=True)
 sets = st.fixed_dictionaries({"attention": layers, "mlp": layers})

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import NO_PROPOSAL, AcceptanceStats, Proposal, ProposerChain
 from selfspec.proposers.lookup import Lookup
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.proposers.base import NO_PROPOSAL
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import NO_PROPOSAL, ProposerChain
 from selfspec.proposers.history import BEFORE, AnswerHistory, check_answers, keeps_answers
 from selfspec.proposers.lookup import Lookup
 

@@ -20,8 +20,7 @@ from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 LAYERS, WORDS, N = 4, 61, 20
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -17,7 +17,7 @@ from models import CONFIGS, chunked, plain, run, small, tiny, tokens_for
 from natives import random_tree
 from tape import Tape
 
-from selfspec.basics.clock import clock
+from selfspec.basics.machine import clock
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.head_drafter import HeadDrafter
@@ -30,9 +30,8 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
@@ -200,7 +199,7 @@ def test_rounding_up(slots):
 def test_what_is_recorded_is_not_charged_to_drafts(monkeypatch):
     """The clock that times rounds stands still."""
     now = [0.0]
-    monkeypatch.setattr("selfspec.basics.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("selfspec.basics.machine.time.perf_counter", lambda: now[0])
 
     class Slow(Tape):
         def record(self, body, pool):

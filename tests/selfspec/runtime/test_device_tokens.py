@@ -10,7 +10,7 @@ import torch
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal
 from selfspec.runtime.device_tokens import choose, confidences, goes_on, leading
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.confidence import PROBABILITY, Confidence
+from selfspec.types.acceptance import PROBABILITY, Confidence
 
 TIED = Sampler(temperature=1.2, seed=3)
 
@@ -55,14 +55,14 @@ def test_drafting_goes_on_where_the_controller_goes_on(controller):
         numbers = torch.tensor([*rule.least, *rule.prices, *curve], dtype=torch.float64)
         given = [chance.random() ** 0.2 for _ in range(8)]
         knots = 0 if rule.curve is None else len(rule.curve.knots)
-        going = goes_on(torch.tensor(given, dtype=torch.float64), numbers, knots)
+        (going,) = goes_on(torch.tensor([given], dtype=torch.float64), numbers[None], knots)
         assert going.tolist() == [controller.go_on(given[: n + 1]) for n in range(8)]
         controller.observe(given, chance.randrange(9))
 
 
 def test_the_leading_values_that_hold():
-    assert [int(leading(torch.tensor(holds))) for holds in ([True, True, False, True], [False, True], [True])] == [
+    assert leading(torch.tensor([[True, True, False, True], [False, True, True, True], [True] * 4])).tolist() == [
         2,
         0,
-        1,
+        4,
     ]

@@ -13,8 +13,7 @@ from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.models.low_precision import fake
 from selfspec.models.norms import Norms
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 N = 40  # past the 32 original positions of the scaled ropes
 

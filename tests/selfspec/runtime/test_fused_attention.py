@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.runtime.fused_attention import fused_backends
+from selfspec.runtime.attention_inputs import fused_backends
 
 
 def enabled() -> list[bool]:

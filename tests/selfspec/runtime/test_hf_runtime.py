@@ -13,7 +13,7 @@ from lowering import as_rounded, random_path
 from model_types import tiny_model
 from models import SIZES, plain, run, tiny
 from selfspec.search.replay import Replay
-from selfspec.search.target_text import TargetText
+from selfspec.search.replay_state import TargetText
 from toys import RandomTree
 from transformers import (
     BloomConfig,
@@ -42,8 +42,7 @@ from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

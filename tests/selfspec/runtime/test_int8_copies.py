@@ -15,7 +15,7 @@ from models import threads
 from natives import LAYERS, MODELS, model_of, random_tree, tokens_for
 
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.forward import LeanRuntime
+from selfspec.runtime.forward import COPIED, LeanRuntime
 from selfspec.speculation.drafts import NO_DRAFT
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
@@ -122,6 +122,19 @@ def test_a_pass_that_is_refused_spoils_no_copies():
                     refused()
                 assert runtime.cache.copies.valid[0] >= 0
                 assert torch.equal(drafted(runtime, tokens[:, 32:34], 32, 0), expected)
+
+
+def test_copies_of_a_long_prompt_are_made_before_the_first_draft():
+    """By `warm_up`, which drafters call with the prompt; what it writes is read by no pass."""
+    runtime = runtime_of("llama").with_new_cache(rows=2)
+    tokens, rows = tokens_for(0, COPIED + 4), slice(0, 1)
+    with runtime.session(COPIED + 10):
+        for length, made in ((COPIED - 1, 0), (COPIED, COPIED)):
+            runtime.forward(tokens[:, :length], 0, logits=None, rows=rows)
+            expected = runtime.forward(tokens[:, length : length + 2], length, rows=rows).logits
+            runtime.warm_up(runtime.compile(LOW), 0, length)
+            assert min(runtime.cache.copies.valid[0], length) == made
+            assert torch.equal(runtime.forward(tokens[:, length : length + 2], length, rows=rows).logits, expected)
 
 
 @pytest.mark.parametrize("path", [FULL, LOW], ids=["full", "int8"])

@@ -7,7 +7,7 @@ import torch
 from models import small
 
 from selfspec.models.skeleton import read_skeleton
-from selfspec.runtime.masks import Masks
+from selfspec.runtime.attention_inputs import Masks
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.native_bindings import ROWS, NativePass
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
-from selfspec.types.draft_path import FULL, DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import FULL, DraftPath, SkipSet
 
 pytestmark = needs_native
 

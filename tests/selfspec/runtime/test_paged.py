@@ -23,7 +23,7 @@ from selfspec.runtime.paged import BLOCK
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
-from selfspec.types.limits import WIDEST_DRAFT
+from selfspec.types.methods import WIDEST_DRAFT
 
 pytestmark = needs_native
 

@@ -14,13 +14,12 @@ from type_table import PROMPT, theirs
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import AdaptiveThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.runtime import state_passes
 from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 PATH = DraftPath(SkipSet((2,), (0,)))
 OTHERS = ("jamba", "deepseek_v4")

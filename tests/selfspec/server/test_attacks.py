@@ -16,9 +16,8 @@ from wants import needs
 
 from selfspec.cli.serve import _hosts
 from selfspec.server.middleware import log_line
-from selfspec.server.protocol import backlog, limited_protocol
+from selfspec.server.protocol import Settings, backlog, limited_protocol
 from selfspec.server.request_parser import CHARACTERS
-from selfspec.server.settings import Settings
 
 BODY = {"model": "toy", "prompt": "def main(args):", "max_tokens": 4}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

@@ -1,4 +1,7 @@
-"""Wrong bodies: each gets a 4xx in the API's own form that names what is wrong; none a traceback, and none a row."""
+"""Wrong bodies: each gets a 4xx in the API's own form that names what is wrong; none a traceback, and none a row.
+
+Errors of the server are one line that is safe to show.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from servers import service_of
 from wants import needs
 
 from selfspec.server.app import make_app
+from selfspec.server.request_schemas import wrong
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GOOD = {
@@ -236,3 +240,8 @@ def check_answered(app, path, body):
         assert answer.text.endswith("data: [DONE]\n\n")
     assert app.service.idle
     assert app.batch.free == app.batch.num_slots
+
+
+def test_a_message_has_no_control_characters():
+    """A client prints what a request quoted."""
+    assert wrong("the model '\x1b[31m\x00\n' does not exist").message == "the model '␛[31m␀ ' does not exist"

@@ -13,9 +13,8 @@ from selfspec.profile.schema import Profile
 from selfspec.show import captions as reading
 from selfspec.show.tables import position_frame
 from selfspec.types.acceptance import AcceptanceCurve
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 from selfspec.types.stats import Round
 
 CURVE = AcceptanceCurve(confidence=[0.1, 0.5], accepted=[0.3, 0.7], following=[0.5, 0.6], candidates=[[0.2, 0.1]])

@@ -20,9 +20,8 @@ from selfspec.speculation.drafts import Draft
 from selfspec.speculation.host_sync import Transfer, to_lists
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler, best_and_share
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 VOCABULARY = 11
 SAMPLERS = {

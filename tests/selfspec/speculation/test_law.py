@@ -34,16 +34,14 @@ from selfspec.drafters import (
 )
 from selfspec.drafters import tree_merge as merging
 from selfspec.models.low_precision import fake
-from selfspec.proposers.chain import ProposerChain
+from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation import rules as verify
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.rules import Verdict
-from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.limits import MOST_ROWS
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import AcceptanceCurve, Confidence, PayoffModel
+from selfspec.types.draft_path import DraftPath, SkipSet
+from selfspec.types.methods import MOST_ROWS
 
 VOCABULARY, PROMPT = 3, [0, 2, 1]
 EXACT, SEEN = 1e-9, 1e-3

@@ -16,10 +16,9 @@ from selfspec.measure.audit import first_difference
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
-from selfspec.types.confidence import Confidence
+from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 PROMPTS, TOKENS = some(20, 6), 32
 FEW = some(8, 3)  # prompts for each of many skip sets and controllers

@@ -11,9 +11,8 @@ from selfspec.controllers import StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import DraftPath
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 pytestmark = pytest.mark.long("statistics of what enumeration proves")
 

@@ -13,7 +13,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 
 
 def hf_distribution(model, tokens, **options):

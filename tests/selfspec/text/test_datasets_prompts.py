@@ -9,11 +9,11 @@ import pytest
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub.errors import OfflineModeIsEnabled
 from pyarrow import parquet
-from selfspec.search.calibration import choose
+from selfspec.search.continuations import choose
 
-from selfspec.basics import hub as the_hub
+from selfspec.basics import machine as the_hub
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.data import _KINDS
+from selfspec.cli.input_options import _KINDS
 from selfspec.text import datasets_prompts
 from selfspec.text.prompt_files import read_prompts
 

@@ -15,7 +15,7 @@ from wants import needs
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.text.guided import Guide, check_guide
-from selfspec.types.skip import SkipSet
+from selfspec.types.draft_path import SkipSet
 from selfspec.types.stats import Stats
 
 pytestmark = needs("llguidance", "llguidance")

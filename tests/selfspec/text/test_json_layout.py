@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfspec.text.json_layout import next_whitespace
+from selfspec.text.guided import next_whitespace
 
 
 @pytest.mark.parametrize(

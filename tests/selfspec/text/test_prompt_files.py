@@ -1,4 +1,7 @@
-"""Which prompts a command uses: those named, else built-in ones as suit the model; and how many of each task."""
+"""Which prompts a command uses: those named, else built-in ones as suit the model; and how many of each task.
+
+Spec-Bench's questions as its own file has them, and one clear line for whatever is no such file.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import tracemalloc
 from collections import Counter
 
 import pytest
-from selfspec.search.calibration import choose
+from selfspec.search.continuations import choose
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError

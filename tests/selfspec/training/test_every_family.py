@@ -12,7 +12,7 @@ from models import tiny
 from trained import random_trained
 
 from selfspec.models.low_precision import fake
-from selfspec.models.path_modules import Trained
+from selfspec.models.quantized_sublayers import Trained
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.bridges import fit_bridges
 from selfspec.training.distill import DistillLearner

@@ -16,8 +16,8 @@ from selfspec.drafters import PlainDrafter
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.training.fit import fit
 from selfspec.training.layerskip import LayerSkipLearner, dropped, early_exit, perplexity, weights
-from selfspec.training.making import folder_of
 from selfspec.training.options import TrainOptions
+from selfspec.training.state import folder_of
 from selfspec.training.texts import TextStore, TrainingText
 from selfspec.types.draft_path import DraftPath
 

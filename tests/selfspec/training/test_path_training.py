@@ -13,7 +13,7 @@ from trained import random_trained
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.low_precision import fake
-from selfspec.models.path_modules import Trained
+from selfspec.models.quantized_sublayers import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile
 from selfspec.runtime.forward import LeanRuntime

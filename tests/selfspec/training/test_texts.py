@@ -9,8 +9,7 @@ from models import plain, small
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.training.texts import TextStore, layers_of, make
-from selfspec.training.training_prompts import Beginning, UserTurns, beginnings, synthetic_beginning
+from selfspec.training.texts import Beginning, TextStore, UserTurns, beginnings, layers_of, make, synthetic_beginning
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 9], [7], [3, 3, 0, 5]]

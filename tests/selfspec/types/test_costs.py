@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.types.costs import CostModel
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import DRAFT_STEP, NO_WORK, DraftCall, steps_of
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 COSTS = CostModel(
     context=100,

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import LayerSkipSpec
-from selfspec.types.confidence import Confidence
-from selfspec.types.draft_path import FULL, MODES, SIGNS, DraftPath, as_path
-from selfspec.types.skip import SkipSet
+from selfspec.types.acceptance import Confidence
+from selfspec.types.draft_path import FULL, MODES, SIGNS, DraftPath, SkipSet, as_path
 
 modes = st.lists(st.sampled_from(MODES), max_size=24).filter(lambda chosen: len(chosen) % 2 == 0)
 vocabularies = st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=5, unique=True).map(tuple)
@@ -72,3 +72,38 @@ def test_what_is_no_path():
 def test_a_skip_set_is_a_path_too():
     assert as_path(SkipSet((1,), (2,))) == DraftPath.skipping((1,), (2,))
     assert as_path(FULL) is FULL
+
+
+@given(st.lists(st.booleans(), max_size=80).filter(lambda bits: len(bits) % 2 == 0))
+def test_bits_and_back(bits):
+    skip = SkipSet.from_bits(bits)
+    assert skip.bits(len(bits) // 2) == tuple(bits)
+    assert len(skip) == sum(bits)
+
+
+def test_indices_are_sorted_and_equal_sets_are_equal():
+    assert SkipSet((3, 1), (2, 0)) == SkipSet((1, 3), (0, 2))
+    assert hash(SkipSet((3, 1))) == hash(SkipSet((1, 3)))
+
+
+@pytest.mark.parametrize("indices", [(-1,), (1, 1), (1.5,), (True,), ("2",)])
+def test_bad_indices_are_refused(indices):
+    with pytest.raises(SelfspecError, match=r"skip\.mlp"):
+        SkipSet((), indices)
+
+
+def test_numpy_indices_are_indices():
+    assert SkipSet(np.array([2, 1])) == SkipSet((1, 2))
+    with pytest.raises(SelfspecError, match="'x' is no layer index"):
+        SkipSet("x")
+
+
+def test_an_index_beyond_the_model_is_refused_with_what_there_is():
+    with pytest.raises(SelfspecError, match="layer 4 does not exist; the model has 4 layers, so 0 to 3"):
+        SkipSet((4,)).check(4)
+    with pytest.raises(SelfspecError, match="two bits a layer"):
+        SkipSet.from_bits([True])
+
+
+def test_rows_draw_the_map():
+    assert SkipSet((1,), (0, 2)).rows(3) == ("#.#", ".#.")

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.models.layout import join_all_
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from measuring import Part, synchronise
 from subjects import as_on_cuda, load_widened, paths, size_cache
@@ -15,7 +16,8 @@ from subjects import as_on_cuda, load_widened, paths, size_cache
 from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import Engine, decode
+from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import ENV_VAR
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -48,6 +50,7 @@ def decoded(where: str, name: str, controller: str, temperature: float) -> tuple
     return seq.tokens[len(prompt) :], time.perf_counter() - begun, later
 
 
+texts: dict[str, Any] = {}
 compiled = [llm.runtime.compile(path) for name, path in paths(llm.runtime.layers).items() if name != "skip"]  # kept
 for temperature in (0.0, 0.8):
     for name, controller in cases:
@@ -55,7 +58,6 @@ for temperature in (0.0, 0.8):
             break
         about = {"drafts": name, "controller": controller, "temperature": temperature}
         with part.attempt("rounds", **about):
-            texts = {}
             for where in runtimes:
                 decoded(where, name, controller, temperature)
                 texts[where], seconds, rounds = decoded(where, name, controller, temperature)
@@ -63,7 +65,58 @@ for temperature in (0.0, 0.8):
                     "rounds", **about, on=where, ms=1e3 * seconds / rounds, tokens_a_round=(tokens - 1) / rounds,
                     tokens_per_second=(tokens - 1) / seconds, as_on_host=texts[where] == texts["host"],
                 )  # fmt: skip
-made = runtimes["device"].device_rounds._made
-part.line(
-    "captured", rounds=sum(map(len, made.values())), lengths=str(sorted({k.length for m in made.values() for k in m}))
-)
+
+
+def captured(runtime: Runtime) -> dict[str, object]:
+    """Return how many rounds a runtime has captured, of which lengths, and over how many cache rows."""
+    keys = [key for made in runtime.device_rounds._made.values() for key in made]
+    return {
+        "rounds": len(keys), "lengths": str(sorted({key.length for key in keys})),
+        "rows": str(sorted({key.batch for key in keys})),
+    }  # fmt: skip
+
+
+part.line("captured", sequences=1, **captured(runtimes["device"]))
+
+
+def decoded_together(where: str, count: int, name: str, temperature: float) -> tuple[list[list[int]], float, int]:
+    """Return the texts of sequences that end one after the other, and the seconds and the number of their rounds."""
+    runtime = runtimes[where]
+    drafter = PlainDrafter()
+    if name != "plain":
+        drafter = LayerSkipDrafter(runtime, paths(runtime.layers)[name], FixedK(2 if part.toy else 4))
+    samplers = [Sampler(temperature=temperature, seed=1 + i if temperature else None) for i in range(count)]
+    seqs = [SequenceState(list(prompt), tokens - i, each, frozenset()) for i, each in enumerate(samplers)]
+    with Engine(runtime, drafter) as engine:
+        for seq in seqs:
+            engine.join(seq)
+        engine.step()  # the first tokens, which the prefills bring
+        synchronise(part.device)
+        begun, rounds = time.perf_counter(), 0
+        while engine.running:
+            engine.step()
+            rounds += 1
+        return [seq.tokens[len(prompt) :] for seq in seqs], time.perf_counter() - begun, rounds
+
+
+for count in (3,) if part.toy else (2, 3, 5, 8):
+    if part.left() < 10:
+        break
+    runtimes.clear()
+    for where, on in (("host", "0"), ("device", "1")):
+        os.environ[ENV_VAR] = on
+        runtimes[where] = llm.runtime.with_new_cache(rows=count)
+        size_cache(runtimes[where], 1024)
+    for temperature in (0.0, 0.8):
+        for name in ("plain", "int4"):
+            about = {"sequences": count, "drafts": name, "temperature": temperature}
+            with part.attempt("together", **about):
+                for where in runtimes:
+                    decoded_together(where, count, name, temperature)
+                    texts[where], seconds, rounds = decoded_together(where, count, name, temperature)
+                    part.line(
+                        "together", **about, on=where, ms=1e3 * seconds / rounds,
+                        tokens_per_second=sum(len(text) - 1 for text in texts[where]) / seconds,
+                        as_on_host=texts[where] == texts["host"],
+                    )  # fmt: skip
+    part.line("captured", sequences=count, **captured(runtimes["device"]))

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from selfspec import builtin
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
-from selfspec.engine.loop import decode
+from selfspec.engine.engine import decode
 from selfspec.runtime.device_rounds import ENV_VAR
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState

@@ -13,15 +13,25 @@ from matplotlib.collections import PathCollection, QuadMesh
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import LayerSkipSpec, Skip
 from selfspec.profile.schema import Profile
-from selfspec.show.plots.bench_plots import acceptance_by_position, bench_bars, tokens_by_source
-from selfspec.show.plots.profile_plots import acceptance_by_confidence, skip_map
-from selfspec.show.plots.study_plots import pareto, progress, sensitivity, speedup_against_skipped
+from selfspec.show.plots.bench_plots import (
+    acceptance_by_place,
+    acceptance_by_position,
+    bench_bars,
+    learning_curves,
+    tokens_by_source,
+)
+from selfspec.show.plots.profile_plots import (
+    acceptance_by_confidence,
+    pareto,
+    progress,
+    sensitivity,
+    skip_map,
+    speedup_against_skipped,
+)
 from selfspec.show.plots.style import save, svg
-from selfspec.show.plots.training import acceptance_by_place, learning_curves
 from selfspec.types.acceptance import AcceptanceCurve
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.identity import Identity
-from selfspec.types.skip import SkipSet
 
 TRIALS = pd.DataFrame(
     {

@@ -1,0 +1,32 @@
+"""Drafters with a controller: what they keep of each sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.controllers import FixedK
+from selfspec.controllers.batch_allocation import KNOWN
+from selfspec.drafters.controlled import ControlledDrafter
+from selfspec.proposers.base import ProposerChain
+from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
+from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+
+OUTPUT = ForwardOutput(None, torch.empty(1, 0, 1))
+
+
+def test_the_first_token_of_a_draft_is_judged_by_its_own_sequences_drafts():
+    drafter = ControlledDrafter(FixedK(2), ProposerChain())
+    one, other = (SequenceState([0, 1], 9, Sampler()) for _ in range(2))
+    for seq in one, other:
+        drafter.begin(seq, OUTPUT)
+    drafter.observe(one, Outcome(Draft.chain([3, 4], confidence=[0.9, 0.9]), (), (5,), OUTPUT))
+    drafter.observe(other, Outcome(NO_DRAFT, (), (5,), OUTPUT))
+    assert drafter.first_chance(one, 0.8) == pytest.approx(0.8 * KNOWN / (KNOWN + 1))
+    assert drafter.first_chance(other, 0.8) == pytest.approx(0.8)
+    drafter.observe(other, Outcome(Draft.chain([3, 4], confidence=[0.9, 0.9]), (0,), (3, 5), OUTPUT))
+    assert drafter.first_chance(other, 0.8) == pytest.approx((0.8 * KNOWN + 1) / (KNOWN + 1))
+    drafter.end(one)
+    assert drafter.first_chance(one, 0.8) == 0.8

@@ -1,0 +1,37 @@
+"""Noise on the device is the sampler's own, whatever order rounds ask for it in."""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec.runtime.device_noise import POSITIONS, TiedNoise
+from selfspec.speculation.sampling import Sampler
+
+LIKE = torch.empty(7)
+
+
+def check(noise, row, sampler, positions):
+    found = noise.at(torch.tensor([list(positions)]), slice(row, row + 1))[0]
+    torch.testing.assert_close(found, torch.stack([sampler.noise_of(p, LIKE) for p in positions]), rtol=0, atol=0)
+
+
+def test_noise_of_positions_that_rounds_read():
+    noise, samplers = TiedNoise(3, 7, torch.device("cpu")), [Sampler(temperature=1.0, seed=i) for i in range(2)]
+    for first in (5, 5, 9, 30, 40, 41, 66):
+        for row, sampler in ((0, samplers[0]), (2, samplers[1])):
+            noise.send(row, sampler, first, first + 20)
+            check(noise, row, sampler, range(first, first + 20))
+    for sampler, first in ((samplers[1], 66), (samplers[0], 3), (samplers[0], 200), (samplers[0], 10)):
+        noise.send(0, sampler, first, first + POSITIONS)  # another text in the same row, or one that goes on elsewhere
+        check(noise, 0, sampler, range(first, first + POSITIONS))
+
+
+def test_noise_is_drawn_before_a_round_asks_for_it():
+    noise, sampler = TiedNoise(1, 7, torch.device("cpu")), Sampler(temperature=1.0, seed=1)
+    noise.send(0, sampler, 4, 6)
+    assert sorted(noise._rows[0].drawn) == list(range(6, 4 + POSITIONS))
+
+
+def test_how_many_rows_of_noise_are_kept():
+    assert TiedNoise.fits(32, 128256)
+    assert not TiedNoise.fits(64, 128256)
