@@ -36,7 +36,7 @@ from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.draft_path import FULL, DraftPath
 
-CONTEXT, SECONDS = 128, 0.5  # tokens in the cache; of interleaved passes for each family
+CONTEXT, SECONDS = 128, 6.0  # tokens in the cache; of interleaved passes for each family
 PROMPT, NEW, DRAFT = 32, 64, 4  # tokens of a prompt, of a text and of a draft
 
 
