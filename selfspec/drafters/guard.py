@@ -256,7 +256,7 @@ class Guard:
     def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
         """Return the drafter's plan of a round on the device, limited to the length that each sequence's bound allows.
 
-        All sequences of a round draft so many tokens.
+        All sequences of a round draft the same number of tokens.
         """
         if not isinstance(self.drafter, RoundPlanner):
             return None
@@ -265,7 +265,9 @@ class Guard:
         timed, begun = {seq for seq in seqs if self._timed(seq)}, self._clock()
         if timed:
             seconds = self._to_spend(timed) - sum(map(self._seconds_lost, self._planned))
-            limit = self._by_clock(seconds, limit, 1 / len(seqs))
+            asked, limit = limit, self._by_clock(seconds, limit, 1 / len(seqs))
+            if asked.depth and not limit.depth:
+                self.round_times.deny(seconds)
         lost = sum(self._steps_lost(steps_of(planned.length), planned.length, 1) for planned in self._planned)
         for seq in set(seqs) - timed:
             limit = self._by_payoff(_Account(self._accounts[seq].slack - lost), limit)

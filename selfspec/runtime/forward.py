@@ -220,8 +220,9 @@ class LeanRuntime(CachedRuntime):
         draft several times as long.
         """
         assert isinstance(path, LeanPath)
-        if start >= COPIED and path.int8_cache and path.native is not None and start < self.cache.slots:
-            self.forward_drafts([PlacedDraft(row, 0, start)], path=path)
+        reads_copies = self._native is not None and path.native is not None and path.int8_cache and self.pool is None
+        if reads_copies and COPIED <= start < min(self.cache.slots, self.skeleton.context):
+            self.forward_drafts([PlacedDraft(row, 0, start)], path=path, logits=False)
             return
         end = start + WARM_ROWS
         graphs = self._graphs if self.rows == 1 and not self._has_hooks and self._rounds is None else None

@@ -299,6 +299,18 @@ def test_drafts_timed_on_a_busy_machine_do_not_end_drafting_for_good():
     assert took < 0.6 * usual
 
 
+def test_drafts_timed_on_a_busy_machine_do_not_end_rounds_on_a_device_for_good():
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.2, 4), clock=clock)
+    decode_ahead(guard, clock, 48, accepted=4)
+    for known in guard._round_times[1].parts.values():
+        known.extend([40.0] * known.maxlen)
+    for _ in range(8):
+        decode_ahead(guard, clock, 48, accepted=4)
+    took, usual, _ = decode_ahead(guard, clock, 48, accepted=4)
+    assert took < 0.8 * usual
+
+
 def test_drafts_that_stay_slow_are_tried_again_ever_more_rarely():
     clock = Clock()
     chain = Chain(clock, 5.0)

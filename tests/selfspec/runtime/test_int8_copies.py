@@ -137,6 +137,15 @@ def test_copies_of_a_long_prompt_are_made_before_the_first_draft():
             assert torch.equal(runtime.forward(tokens[:, length : length + 2], length, rows=rows).logits, expected)
 
 
+def test_a_prompt_that_fills_the_context_has_no_draft_to_prepare():
+    runtime = runtime_of("llama").with_new_cache(rows=2)
+    with runtime.session(N):
+        runtime.forward(tokens_for(0, N), 0, logits=None, rows=slice(0, 1))
+        assert runtime.cache.slots > N
+        runtime.warm_up(runtime.compile(LOW), 0, N)
+        assert runtime.cache.copies.valid[0] == 0
+
+
 @pytest.mark.parametrize("path", [FULL, LOW], ids=["full", "int8"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen2"])
 def test_over_many_slots_a_token_has_the_same_bits_alone_and_among_others(name, path):
