@@ -205,7 +205,7 @@ class BatchDraftScheduler:
         self._spent += seconds
 
     def record_common(self, passes: int, rows: int) -> None:
-        """Record that a round launched whole had so many draft passes over `rows` tokens.
+        """Record a round that was launched whole: its number of draft passes, each over `rows` tokens.
 
         It is timed as a whole; they are taken to have had their expected share, so that any other time corrects the
         cost of verification.

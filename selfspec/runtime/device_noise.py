@@ -40,7 +40,7 @@ class TiedNoise:
 
     @staticmethod
     def fits(rows: int, vocabulary: int) -> bool:
-        """Return whether the noise of so many rows is allowed to be kept."""
+        """Return whether the noise of this many rows fits the memory that it may take."""
         return 8 * rows * POSITIONS * vocabulary <= MOST_BYTES
 
     def send(self, row: int, sampler: Sampler, first: int, end: int) -> None:

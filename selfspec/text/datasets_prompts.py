@@ -83,26 +83,15 @@ class Rows:
 
 def read_parquet(path: Path, shape: PromptTemplate, *, use: Use = "first") -> Rows:
     """Read the prompts of a parquet file's rows. Raises `SelfspecError`, which names the file."""
-    check_file(path)
-    try:
-        with _settings():
-            return _prompts(_stream("parquet", [path], batch_size=BATCH), shape, str(path), use=use)
-    except SelfspecError:
-        raise
-    except Exception as error:  # a corrupt file can raise anything
-        raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
+    with _streamed_parquet(path) as rows:
+        return _prompts(rows, shape, str(path), use=use)
 
 
 def parquet_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return a parquet file's rows, with those of `columns` that it has. Raises `SelfspecError`, naming the file."""
-    check_file(path)
-    try:
-        with _settings():
-            rows = _stream("parquet", [path], batch_size=BATCH)
-            names = rows.column_names or list(next(iter(rows), {}))
-            return list(rows.select_columns([name for name in columns if name in names]))
-    except Exception as error:  # a corrupt file can raise anything
-        raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
+    with _streamed_parquet(path) as rows:
+        names = _column_names(rows)
+        return list(rows.select_columns([name for name in columns if name in names]))
 
 
 def read_folder(path: Path, shape: PromptTemplate, *, use: Use = "first") -> Rows:
@@ -171,6 +160,24 @@ def _stream(kind: str, files: Iterable[Path], **options: Any) -> Any:
     return load_dataset(kind, data_files={"train": names}, split="train", streaming=True, **options)
 
 
+@contextmanager
+def _streamed_parquet(path: Path) -> Iterator[Any]:
+    """Stream a parquet file's rows. Raises `SelfspecError`, which names the file, if they cannot be read."""
+    check_file(path)
+    try:
+        with _settings():
+            yield _stream("parquet", [path], batch_size=BATCH)
+    except SelfspecError:
+        raise
+    except Exception as error:  # a corrupt file can raise anything
+        raise SelfspecError(f"{path}: not a parquet file that can be read ({reason(error)})") from None
+
+
+def _column_names(rows: Any) -> list[str]:
+    """Return the columns of a streamed data set; none if it has no rows and does not name them."""
+    return rows.column_names or list(next(iter(rows), {}))
+
+
 def _prompts(
     rows: Any,
     shape: PromptTemplate,
@@ -180,7 +187,7 @@ def _prompts(
     use: Use,
 ) -> Rows:
     """Return the prompts of a streamed data set's rows. Raises `SelfspecError` if there is none."""
-    names = columns or rows.column_names or list(next(iter(rows), {}))
+    names = columns or _column_names(rows)
     if not names:
         raise SelfspecError(f"{where}: holds no prompts")
     try:

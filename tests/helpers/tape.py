@@ -113,3 +113,29 @@ def _tensors(of: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that wait for a device, wherever they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+def noted_reads(monkeypatch: Any) -> list[str]:
+    """The names of the methods by which Python takes values of tensors from now on, one for each call."""
+    reads: list[str] = []
+    for method in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        taken = getattr(torch.Tensor, method)
+
+        def noted(tensor: Tensor, *args: Any, taken: Any = taken, method: str = method, **kwargs: Any) -> Any:
+            reads.append(method)
+            return taken(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, method, noted)
+    return reads

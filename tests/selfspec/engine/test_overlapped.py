@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import plain, run, small, tiny
-from tape import Tape
-from torch.utils._python_dispatch import TorchDispatchMode
+from tape import Tape, Waits, noted_reads
 from transformers import LogitsProcessor, MistralConfig
 
 from selfspec.basics.errors import SelfspecError
@@ -372,33 +371,14 @@ def test_off_by_default(model, monkeypatch):
     assert runtime.device_rounds is None
 
 
-class Waits(TorchDispatchMode):
-    """Counts operations that wait for a device, wherever they stand."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "masked_select")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("name", ["4 tokens", "adaptive", "rate"])
 def test_one_read_a_round(model, monkeypatch, sampler, name):
     """Every way by which Python takes values of a tensor is counted, and each round's transfer is awaited once."""
-    runtime, waits, reads = device(model), Waits(), []
+    runtime, waits = device(model), Waits()
     drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS[name]))
     run(runtime, drafter, PROMPT, 40, sampler=sampler())  # captures, which read what they like
-    for method in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-        taken = getattr(torch.Tensor, method)
-
-        def noted(tensor, *args, taken=taken, method=method, **kwargs):
-            reads.append((method, tensor.numel()))
-            return taken(tensor, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, method, noted)
+    reads = noted_reads(monkeypatch)
     seq = SequenceState(list(PROMPT), 40, sampler())
     with Engine(runtime, drafter) as engine:
         engine.join(seq)
@@ -410,7 +390,7 @@ def test_one_read_a_round(model, monkeypatch, sampler, name):
                 engine.step()
                 rounds += 1
     assert waits.count == 0
-    assert [method for method, _ in reads] == ["tolist"] * (rounds - 1)
+    assert reads == ["tolist"] * (rounds - 1)
 
 
 def test_the_next_round_is_launched_before_the_last_is_read(model, monkeypatch):

@@ -9,8 +9,7 @@ from itertools import chain
 import pytest
 import torch
 from models import plain, run, small, tiny
-from tape import Tape
-from torch.utils._python_dispatch import TorchDispatchMode
+from tape import Tape, Waits, noted_reads
 from transformers import MistralConfig
 
 from selfspec.basics.errors import SelfspecError
@@ -263,32 +262,13 @@ def test_the_load_chooses_one_length_for_all(model):
     assert seen == {"dear": {0}, "cheap": {8}}
 
 
-class Waits(TorchDispatchMode):
-    """Counts operations that wait for a device, wherever they stand."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "masked_select")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("name", ["adaptive", "rate"])
 def test_one_read_a_round_for_all_rows(model, monkeypatch, sampler, name):
-    runtime, waits, reads = device(model, 4), Waits(), []
+    runtime, waits = device(model, 4), Waits()
     drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS[name]))
     together(runtime, drafter, sequences(3, sampler))  # captures, which read what they like
-    for method in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-        taken = getattr(torch.Tensor, method)
-
-        def noted(tensor, *args, taken=taken, method=method, **kwargs):
-            reads.append(method)
-            return taken(tensor, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, method, noted)
+    reads = noted_reads(monkeypatch)
     with Engine(runtime, drafter) as engine:
         for seq in sequences(3, sampler):
             engine.join(seq)
