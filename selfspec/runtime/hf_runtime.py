@@ -31,7 +31,7 @@ from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new_cache, read_layout
 from selfspec.runtime.hf_cache_view import ViewedPass
-from selfspec.runtime.hf_check import MODEL_ERRORS, PROBE, WrongLogitsError, check_chains, takes_masks, tolerance
+from selfspec.runtime.hf_check import MODEL_ERRORS, WrongLogitsError, check_chains, probe_tokens, takes_masks, tolerance
 from selfspec.runtime.hf_paths import GenericPath, GenericPaths
 from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, in_this_thread, replacing, stepping
 from selfspec.runtime.paged import BlockTables
@@ -74,6 +74,7 @@ class GenericRuntime(CachedRuntime):
         # The length of each sub-layer's output tuple; None: a single tensor.
         self._output_lengths: dict[nn.Module, int | None] = {}
         self._windows = windows_of(decoder_part(self.model.config), self.layers)
+        self._probe = probe_tokens(decoder_part(self.model.config).vocab_size)
         self.trees = True  # until tested
         self.trees = self._probed(kernel)
         self._reset(rows)
@@ -127,7 +128,10 @@ class GenericRuntime(CachedRuntime):
         Raises `UnknownCacheError` as `read_layout` does, and `UnsupportedModelError` if the pass fails.
         """
         config, parts = decoder_part(self.model.config), (*self._structure.attention, *self._structure.mlp)
-        cache, tokens = new_cache(config), torch.tensor([PROBE], device=device_of(self.model.get_input_embeddings()))
+        cache, tokens = (
+            new_cache(config),
+            torch.tensor([self._probe], device=device_of(self.model.get_input_embeddings())),
+        )
         hooks = [part.register_forward_hook(self._note) for part in parts]
         try:
             with (
@@ -136,7 +140,7 @@ class GenericRuntime(CachedRuntime):
             ):
                 self.model(tokens, use_cache=True, **{self._cache_name: cache})
             self._steps = stepping(mixers)
-            return read_layout(config, cache, len(PROBE), opaque=opaque)
+            return read_layout(config, cache, len(self._probe), opaque=opaque)
         except MODEL_ERRORS as error:
             raise UnsupportedModelError(f"{self._name} is not supported: it takes no KV cache ({error})") from None
         finally:
@@ -152,12 +156,16 @@ class GenericRuntime(CachedRuntime):
 
         Raises `WrongLogitsError` if its logits with this cache are wrong even for a single sequence.
         """
-        theirs = self.model(torch.tensor([PROBE], device=self.device), use_cache=False).logits
+        theirs = self.model(torch.tensor([self._probe], device=self.device), use_cache=False).logits
         # Recurrent kernels compute in float32 in a float64 model, too.
         error = tolerance(theirs, torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype)
-        with self.session(len(PROBE) + 2):
-            check_chains(self, theirs, error)
-            return "position_ids" in self._forward_params and self._masked_by_hand and takes_masks(self, theirs, error)
+        with self.session(len(self._probe) + 2):
+            check_chains(self, self._probe, theirs, error)
+            return (
+                "position_ids" in self._forward_params
+                and self._masked_by_hand
+                and takes_masks(self, self._probe, theirs, error)
+            )
 
     @property
     def _masked_by_hand(self) -> bool:
