@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -34,7 +35,7 @@
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
 constexpr int MANY = 8;                  // of many rows: fewer stay nearer, while other weights are read
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
-constexpr int ONCE = V >= 16 ? 8 : 12;   // such rows that a weight is read once for: more wait less while it comes
+constexpr int ONCE = 12;                // such rows that a weight is read once for: more wait less while it comes
 
 constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
 
@@ -43,7 +44,13 @@ typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(V * 2), aligned(2)));
 typedef int8_t bytes __attribute__((vector_size(V), aligned(1)));
 
+#if V == 16 && defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define PAIRS  // the processor multiplies pairs of bfloat16 numbers with pairs, and adds to float32 sums
+#endif
+
 enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS8, BLOCKS4, BLOCKS5, SUPER4, SUPER5, SUPER6, JOINED, STORED_BFLOAT16 = 16, FLOAT16 };
+
+constexpr int PAIRED = 32;  // BFLOAT16 whose inputs are rounded to bfloat16 first, as a bfloat16 model's are: in templates only
 
 // A weight [out, in]. STORED_BFLOAT16 and FLOAT16: of a float32 model whose weights they hold exactly; sums have the bits
 // that those of FLOAT32 have.
@@ -346,7 +353,7 @@ constexpr int bits_of(int kind) {
 }
 
 template <int K> constexpr int64_t row_bytes(int64_t in) {
-    return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 ? 2 * in : in * bits_of(K) / 8;
+    return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 || K == PAIRED ? 2 * in : in * bits_of(K) / 8;
 }
 
 // V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
@@ -361,12 +368,11 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
     return bfloat16(((const uint16_t *)row)[k]);
 }
 
-// Sums of R rows' products with O outputs' weights from `from` on, each `row` bytes after the one before. `SIDE`: a vector of
-// each of the rows, then the next ones, lie side by side in `x`.
+// Adds products of inputs k to `end` of R rows with the weights of O outputs from `from` on, each `row` bytes after the one
+// before. `SIDE`: a vector of each of the rows, then the next ones, lie side by side in `x`. Returns the inputs done.
 template <int K, int R, int O, bool SIDE>
-INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float *x, int64_t ldx, floats (&a)[R][O]) {
-    int64_t k = 0;
-    for (; k + V <= w.in; k += V) {
+INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, int64_t k, int64_t end, floats (&a)[R][O]) {
+    for (; k + V <= end; k += V) {
         floats weights[O];
         const int64_t byte = row_bytes<K>(k);
 #pragma GCC unroll 12
@@ -374,7 +380,7 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
             weights[i] = load<K>(from + i * row, k);
             if ((byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const float *const from_row = SIDE ? x + k * R + r * V : x + r * ldx + k;
             const floats of_row = R > 2 ? held(at(from_row)) : at(from_row);
@@ -384,6 +390,29 @@ INLINE int64_t sums(const Weight &w, const char *from, int64_t row, const float 
     }
     return k;
 }
+
+#if defined(PAIRS)
+// The same of PAIRED weights, with `in` inputs; rows in bfloat16 lie side by side in vectors of 2 V numbers.
+template <int R, int O>
+INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int64_t k, int64_t end, int64_t in, floats (&a)[R][O]) {
+    for (; k < end; k += 2 * V) {
+        __m512i weights[O];
+        const __mmask32 some = in - k < 2 * V ? (1u << (in - k)) - 1 : ~0u;
+#pragma GCC unroll 12
+        for (int i = 0; i < O; i++) {
+            const char *const at = from + i * row + 2 * k;
+            weights[i] = some == ~0u ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16(some, at);
+            __builtin_prefetch(at + (O + 2 * AHEAD_ROWS) * row);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const __m512i of_row = (__m512i)held((floats)_mm512_loadu_si512(x + k * R + r * 2 * V));
+#pragma GCC unroll 12
+            for (int i = 0; i < O; i++) a[r][i] = (floats)_mm512_dpbf16_ps((__m512)a[r][i], (__m512bh)of_row, (__m512bh)weights[i]);
+        }
+    }
+}
+#endif
 #include "gguf_blocks.h"
 
 // An output's sum, with its bias, to where it belongs.
@@ -392,51 +421,99 @@ INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add)
     *to = add ? *to + sum : sum;
 }
 
-// Outputs o to o + O of R rows; `side`: the rows' vectors side by side, if they are.
+// The sums of `rows` rows, R at most, with O outputs from o on, with their biases, to where they belong.
+template <int R, int O> INLINE void put_all(const Weight &w, int64_t o, int64_t rows, const float (&sums)[R * O], float *y, int64_t ldy, bool add) {
+    float bias[O] = {};
+    if (w.bias)
+        for (int i = 0; i < O; i++) put(w, o + i, 0, bias + i, false);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        if (r >= rows) break;
+        float *const to = y + r * ldy + o;
+        typedef float some __attribute__((vector_size(O == 4 ? 16 : 4), aligned(4)));
+#pragma GCC unroll 4
+        for (int i = 0; i < O; i += sizeof(some) / 4) {
+            some sum = *(const some *)(sums + r * O + i);
+            if (w.bias) sum += *(const some *)(bias + i);
+            *(some *)(to + i) = add ? *(const some *)(to + i) + sum : sum;
+        }
+    }
+}
+
+// What a block of products is of: `n` rows, which lie side by side in `side` too if they are many, filled up as `room` says, and
+// the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there.
+struct Rows {
+    int64_t n;
+    const float *x;
+    int64_t ldx;
+    const void *side;
+    int64_t from, to;
+    bool last;
+    floats *sums;
+};
+
+// Outputs o to o + O of R rows.
 template <int K, int R, int O, bool SIDE>
-INLINE void block(const Weight &w, int64_t o, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
+INLINE void block(const Weight &w, int64_t o, const Rows &rows, floats *kept, float *y, int64_t ldy, bool add) {
     const int64_t row = row_bytes<K>(w.in);
     const char *from = w.values + o * row;
+    const float *const x = SIDE ? (const float *)rows.side : rows.x;
     floats a[R][O] = {};
     int64_t k = w.in;
+    constexpr bool IN_PARTS = SIDE && !grouped(K);
+    if (IN_PARTS && rows.from > 0) {  // one by one, as compilers keep what `memcpy` reads in memory
+#pragma GCC unroll 24
+        for (int i = 0; i < R * O; i++) a[i / O][i % O] = kept[i];
+    }
     if constexpr (K == SUPER4)
-        sums_of_decoded<R, O, SIDE>(w, o, SIDE ? side : x, ldx, a);
+        sums_of_decoded<R, O, SIDE>(w, o, x, rows.ldx, a);
     else if constexpr (grouped(K))
-        sums_of_blocks<K, R, O>(w, o, x, ldx, a);
+        sums_of_blocks<K, R, O>(w, o, x, rows.ldx, a);
+#if defined(PAIRS)
+    else if constexpr (K == PAIRED)
+        sums_of_pairs<R, O>(from, row, (const uint16_t *)rows.side, rows.from, rows.to, w.in, a);
+#endif
     else
-        k = sums<K, R, O, SIDE>(w, from, row, SIDE ? side : x, ldx, a);
+        k = sums<K, R, O, SIDE>(from, row, x, rows.ldx, rows.from, rows.to, a);
+    if (IN_PARTS && !rows.last) {
+#pragma GCC unroll 24
+        for (int i = 0; i < R * O; i++) kept[i] = a[i / O][i % O];
+        return;
+    }
     float sums_of[R * O];
     totals<R, O>(a, sums_of);
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < O; i++) {
-            float sum = sums_of[r * O + i];
-            if constexpr (!grouped(K))
-                for (int64_t j = k; j < w.in; j++) sum += x[r * ldx + j] * load_one<K>(from + i * row, j);
-            put(w, o + i, sum, y + r * ldy + o + i, add);
-        }
+    if constexpr (!grouped(K) && K != PAIRED)
+        for (; k < w.in; k++)
+            for (int r = 0; r < rows.n; r++)
+                for (int i = 0; i < O; i++) sums_of[r * O + i] += rows.x[r * rows.ldx + k] * load_one<K>(from + i * row, k);
+    put_all<R, O>(w, o, rows.n, sums_of, y, ldy, add);
 }
 
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
-    if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V >= 16 ? 3 : 1;
+    if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V < 16 ? 1 : R <= 8 ? 3 : R <= 12 ? 2 : 1;
     if (V >= 16) return R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
 
 template <int K, int R, bool SIDE>
-INLINE void outputs(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
+INLINE void outputs(const Weight &w, int64_t from, int64_t to, const Rows &rows, float *y, int64_t ldy, bool add) {
     constexpr int O = outputs_at_once<R, SIDE>();
     int64_t o = from;
-    for (; o + O <= to; o += O) block<K, R, O, SIDE>(w, o, x, ldx, side, y, ldy, add);
-    for (; o < to; o++) block<K, R, 1, SIDE>(w, o, x, ldx, side, y, ldy, add);
+    for (; o + O <= to; o += O) block<K, R, O, SIDE>(w, o, rows, rows.sums + (o - from) * R, y, ldy, add);
+    for (; o < to; o++) block<K, R, 1, SIDE>(w, o, rows, rows.sums + (o - from) * R, y, ldy, add);
 }
 
-// The same of `rows` rows, R at most.
+// Rows that lie side by side for `rows` rows: the compiler makes no code of its own for each number.
+constexpr int room(int64_t rows) { return rows <= 6 ? rows : rows <= 8 ? 8 : rows <= 12 ? 12 : 16; }
+
+// The same of as many rows as there are, R at most.
 template <int K, int R, bool SIDE>
-INLINE void of_rows(int64_t rows, const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, const float *side, float *y, int64_t ldy, bool add) {
+INLINE void of_rows(const Weight &w, int64_t from, int64_t to, const Rows &rows, float *y, int64_t ldy, bool add) {
     if constexpr (R > 0) {
-        if (rows == R) return outputs<K, R, SIDE>(w, from, to, x, ldx, side, y, ldy, add);
-        return of_rows<K, R - 1, SIDE>(rows, w, from, to, x, ldx, side, y, ldy, add);
+        if ((SIDE ? room(rows.n) : rows.n) == R) return outputs<K, R, SIDE>(w, from, to, rows, y, ldy, add);
+        constexpr int FEWER = !SIDE || R <= 6 ? R - 1 : R > 12 ? 12 : R > 8 ? 8 : 6;
+        return of_rows<K, FEWER, SIDE>(w, from, to, rows, y, ldy, add);
     }
 }
 
@@ -454,42 +531,69 @@ struct Kept {
     }
 };
 
-// The first whole vectors of rows [rows, in], side by side.
+// The first whole vectors of rows [rows, in], side by side, and zeros to fill them up to `room`.
 static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t in, float *to) {
     for (int64_t k = 0; k + V <= in; k += V)
-        for (int64_t r = 0; r < rows; r++, to += V) *(floats *)to = at(x + r * ldx + k);
+        for (int64_t r = 0; r < room(rows); r++, to += V) *(floats *)to = r < rows ? at(x + r * ldx + k) : floats{};
 }
+#if defined(PAIRS)
+// All of them, rounded to bfloat16, the last vector filled up with zeros.
+static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t in, uint16_t *to) {
+    const int64_t width = 2 * V * room(rows);
+    memset(to, 0, (in + 2 * V - 1) / (2 * V) * width * 2);
+    for (int64_t k = 0; k < in; k += V, to += k % (2 * V) ? 0 : width)
+        for (int64_t r = 0; r < rows; r++) {
+            const __mmask16 some = in - k < V ? (1u << (in - k)) - 1 : ~0u;
+            const __m256bh halves = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + r * ldx + k));
+            _mm256_storeu_si256((__m256i *)(to + r * 2 * V + k % (2 * V)), (__m256i)halves);
+        }
+}
+#endif
 
 constexpr int64_t NEAR_BYTES = 1 << 18;  // of weights, which stay near while such rows are multiplied with them
+constexpr int64_t NEAREST_BYTES = 7 << 12;  // of rows side by side that are multiplied at once with as much of weights
 
 template <int K>
 static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     constexpr bool SIDES = PACKED > 0 && (K == SUPER4 || !grouped(K));
-    constexpr int FEW = SIDES ? 2 : ROWS;  // that are read where they are
-    const bool beside = SIDES && rows > FEW;
-    const int64_t at_once = beside ? (rows <= ONCE || K == SUPER4 ? ONCE : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
-    const int64_t times = (rows + at_once - 1) / at_once, in = w.in / V * V;
-    int64_t near = 64;  // outputs whose weights stay near while all rows are multiplied with them
-    float *side = nullptr;
+    constexpr int FEW = K == PAIRED ? 0 : SIDES ? 2 : ROWS;  // that are read where they are
+    using Number = std::conditional_t<K == PAIRED, uint16_t, float>;
+    const bool beside = SIDES && rows > FEW, in_parts = beside && !grouped(K);
+    constexpr int MOST = K == SUPER4 ? MANY : ONCE, STEP = K == PAIRED ? 2 * V : V;
+    const int64_t at_once = beside ? (rows <= MOST || K == SUPER4 ? MOST : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
+    const int64_t times = (rows + at_once - 1) / at_once, in = (K == PAIRED ? w.in + STEP - 1 : w.in) / STEP * STEP;
+    const int64_t each = room((rows + times - 1) / times) * in;  // numbers of rows side by side
+    int64_t near = 64, parts = 1;  // outputs whose weights stay near while all rows are multiplied with them; parts of inputs
+    Number *side = nullptr;
+    floats *kept_sums = nullptr;
     if (beside) {
+        if (in_parts) parts = 1 + each * (int64_t)sizeof(Number) / (NEAREST_BYTES + 1);
+        near = NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4;
+        near = near < 4 ? 4 : parts > 1 && near > 24 ? 24 : near;
         static thread_local Kept kept;
-        side = (float *)kept.of(rows * in * 4 + 64);
+        const int64_t bytes = (times * each * (int64_t)sizeof(Number) + 63) / 64 * 64;
+        side = (Number *)kept.of(bytes + (parts > 1 ? near * room(at_once) * sizeof(floats) : 0));
+        kept_sums = (floats *)((char *)side + bytes);
         for (int64_t i = 0; i < times; i++) {
             const int64_t first = rows * i / times, last = rows * (i + 1) / times;
-            lay_side_by_side(x + first * ldx, ldx, last - first, w.in, side + first * in);
+            lay_side_by_side(x + first * ldx, ldx, last - first, w.in, side + i * each);
         }
-        near = NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4;
-        near = near < 4 ? 4 : near;
     }
     for (; from < to; from += near)
         for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
             const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
-            const float *const these = x + first * ldx;
+            Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums};
             float *const out = y + first * ldy;
-            if (beside)
-                of_rows<K, SIDES ? ONCE : 0, true>(n, w, from, end, these, ldx, side + first * in, out, ldy, add);
-            else
-                of_rows<K, FEW, false>(n, w, from, end, these, ldx, nullptr, out, ldy, add);
+            if (!beside) {
+                of_rows<K, FEW, false>(w, from, end, these, out, ldy, add);
+                continue;
+            }
+            for (int64_t p = 0; p < parts; p++) {
+                these.from = in / STEP * p / parts * STEP;
+                these.to = in / STEP * (p + 1) / parts * STEP;
+                these.last = p + 1 == parts;
+                of_rows<K, SIDES ? MOST : 0, true>(w, from, end, these, out, ldy, add);
+            }
         }
 }
 
@@ -535,7 +639,11 @@ static void by_tiles(const Weight &w, int64_t from, int64_t to, const float *x, 
         }
     }
 #endif
+#if defined(PAIRS)
+    part<PAIRED>(w, from, to, x, ldx, y, ldy, rows, add);
+#else
     part<BFLOAT16>(w, from, to, x, ldx, y, ldy, rows, add);
+#endif
 }
 
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add);
@@ -553,6 +661,7 @@ constexpr int64_t MOST_AT_ONCE = 512;  // rows: each thread keeps what it makes 
 static void multiply(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     for (; rows > MOST_AT_ONCE; rows -= MOST_AT_ONCE, x += MOST_AT_ONCE * ldx, y += MOST_AT_ONCE * ldy)
         multiply(w, from, to, x, ldx, y, ldy, MOST_AT_ONCE, add);
+    if (rows < 1) return;
     switch (w.kind) {
         case FLOAT32: return part<FLOAT32>(w, from, to, x, ldx, y, ldy, rows, add);
         case BFLOAT16: return by_tiles(w, from, to, x, ldx, y, ldy, rows, add);
@@ -827,12 +936,17 @@ extern "C" {
 
 int64_t selfspec_vector() { return V; }
 
-// Whether long vectors multiply many rows with weights of a float32 model, and no tiles do.
-int64_t selfspec_many_by_vectors() {
+// Whether long vectors, and no tiles, multiply many rows with weights of `kind`, FLOAT32 or BFLOAT16, as fast as any kernel.
+// Rows are then rounded to bfloat16 before they are multiplied with BFLOAT16.
+int64_t selfspec_many_by_vectors(int64_t kind) {
 #if defined(TILES)
     if (tiles_allowed()) return 0;
 #endif
-    return V >= 16;
+#if defined(PAIRS)
+    return 1;
+#else
+    return V >= 16 && kind == FLOAT32;
+#endif
 }
 
 // y [rows, out] = x [rows, in] times the weight, with its bias; `add`: on top of what y is. ld: floats to the next row.

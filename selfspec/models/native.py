@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from selfspec.models.linears import Call, Group, PartLinear, Wrapped, is_exact, is_plain, join_, joined_tensor
 from selfspec.models.low_precision import PackedWeight, QuantizedWeight
-from selfspec.models.native_library import KINDS, NORM_KINDS, library
+from selfspec.models.native_library import KINDS, NORM_KINDS, Kind, library
 from selfspec.models.norms import NormData
 
 ROWS = 16  # largest number of rows for the batch-invariant kernel if there is a faster one for more rows
@@ -136,7 +136,9 @@ class NativeProduct:
     """The product of rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or quantised.
 
     The weight may be the joined weight of linears that read the same input, as their fused `Product`. Sums are float32.
-    Up to `ROWS` rows use the kernel `batch_invariant`. For more rows, a float32 weight has a second native kernel if
+    Up to `ROWS` rows use the kernel `batch_invariant`, as do all rows with a bfloat16 weight where the processor
+    multiplies pairs of bfloat16 numbers (AVX-512 BF16, unless it has AMX tiles), for which rows are rounded to
+    bfloat16, as those of a bfloat16 model are in torch. For more rows, a float32 weight has a second native kernel if
     the processor has AMX tiles or AVX-512; otherwise torch multiplies, for which a quantised weight is dequantised to
     bfloat16 and kept. If torch has no fast bfloat16 products, quantised and bfloat16 weights use `batch_invariant` for
     any number of rows. Raises `SelfspecError` if the compiled library is not available.
@@ -199,6 +201,8 @@ class NativeProduct:
         if self.values.dtype == x.dtype == torch.float32 and (many := self._many_in_float32(x)) is not None:
             return many
         if self.values.dtype != torch.float32 and not torch_has_bfloat16():
+            return self.batch_invariant(x)
+        if self.values.dtype == torch.bfloat16 and library().selfspec_many_by_vectors(Kind.BFLOAT16):
             return self.batch_invariant(x)
         if self._wide is None:
             weight = self._weight

@@ -41,6 +41,10 @@ ISAS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
     "avxvnni": (("-march=x86-64-v3", "-mavxvnni"), frozenset({"avx2", "fma", "f16c", "bmi2", "avx_vnni"})),
     "avx512": (("-march=x86-64-v4",), frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
     "avx512vnni": (("-march=x86-64-v4", "-mavx512vnni"), frozenset({"avx512bw", "avx512vl", "avx512_vnni"})),
+    "avx512bf16": (
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        frozenset({"avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"}),
+    ),
 }
 _OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
 _COMPILERS = ("c++", "g++", "clang++")
@@ -267,9 +271,8 @@ def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Pat
 
 def _typed(lib: Any) -> Any:
     pointer, number = c_void_p, c_int64
-    for name in ("selfspec_vector", "selfspec_many_by_vectors"):
-        function = getattr(lib, name)
-        function.argtypes, function.restype = [], number
+    lib.selfspec_vector.argtypes, lib.selfspec_vector.restype = [], number
+    lib.selfspec_many_by_vectors.argtypes, lib.selfspec_many_by_vectors.restype = [number], number
     lib.selfspec_multiply.argtypes = [pointer, pointer, number, pointer, number, number, number, number]
     lib.selfspec_multiply.restype = None
     lib.selfspec_multiply_many.argtypes = [pointer, pointer, number, pointer, number, number, number]

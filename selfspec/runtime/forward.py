@@ -15,7 +15,7 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block
 from selfspec.models.low_precision import Kernel
-from selfspec.models.native_library import library
+from selfspec.models.native_library import KINDS, library
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import Masks, PassInputs, fused_backends, rotary_tables
@@ -86,8 +86,7 @@ class LeanRuntime(CachedRuntime):
         self._keys_transposed = self._direct or self._full.native is not None
         self._reset(rows, None if blocks is None else BlockTables(blocks))
         # Where long vectors multiply prompts' rows too, an eager pass only adds time between products.
-        exact = self.native and self.dtype == torch.float32
-        self._native_prefill = exact and bool(library().selfspec_many_by_vectors())
+        self._native_prefill = self.native and bool(library().selfspec_many_by_vectors(KINDS[self.dtype]))
 
     def _reset(self, rows: int, pool: BlockTables | None = None) -> None:
         self._has_hooks = False  # whether any module has a hook, which a graph replay would not run
