@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import optuna
 from optuna.distributions import CategoricalDistribution
@@ -36,6 +36,9 @@ from .strategies import Gains
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of data not as written
 PATIENCE = 10.0  # a worker's claim lapses after a minute plus this many times the seconds of the longest trial
+
+T = TypeVar("T")
+Kept = TypeVar("Kept", bound=Data)
 
 
 class ScoredTexts(Data):
@@ -64,6 +67,17 @@ class Entry:
     worker: str
 
 
+class _Record(Generic[T]):
+    """An attribute of a ledger: what the study's record of this kind holds; None until it is kept."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, ledger: Ledger, owner: type) -> T | None:
+        value: T | None = ledger._records.get(self._name)
+        return value
+
+
 class Ledger:
     """The trials of one study, by every worker that shares it.
 
@@ -74,6 +88,13 @@ class Ledger:
     study is opened for reading and must exist; `study` None: the only study in the storage. Raises `SelfspecError` when
     the study has other settings, is damaged, or cannot be reached.
     """
+
+    texts = _Record[ScoredTexts]()  # the amount of text that trials are scored on
+    costs = _Record[CostModel]()  # the cost model that all scores depend on
+    confidence = _Record[Confidence]()  # the fitted estimate of the chance that a drafted token is right
+    choices = _Record[Choices]()  # the modes that the search space was narrowed to
+    gains = _Record[Gains]()  # the speedup for each mode of each variable if only this variable is changed
+    int4 = _Record[ModuleFile]()  # the file of the int4 weights that paths were scored with
 
     def __init__(
         self,
@@ -118,72 +139,37 @@ class Ledger:
             )
 
     @property
-    def costs(self) -> CostModel | None:
-        """The cost model that all scores depend on; None until `keep_costs`."""
-        costs: CostModel | None = self._records.get("costs")
-        return costs
-
-    @property
     def longest(self) -> float:
         """The most seconds that a trial took; 0 without trials."""
         return max((entry.seconds for entry in self.entries), default=0.0)
 
-    @property
-    def texts(self) -> ScoredTexts | None:
-        """The amount of text that trials are scored on; None until `keep_texts`."""
-        texts: ScoredTexts | None = self._records.get("texts")
-        return texts
-
     def keep_texts(self, texts: ScoredTexts) -> ScoredTexts:
         """Store the amount of text, unless another worker has stored it, and return the stored amount."""
-        stored: ScoredTexts = self._store_once("texts", texts.model_dump(mode="json"))
-        return stored
+        return self._keep("texts", texts)
 
     def keep_costs(self, costs: CostModel) -> None:
         """Store the cost model, unless another worker has stored a cost model."""
-        self._store_once("costs", costs.model_dump(mode="json"))
-
-    @property
-    def confidence(self) -> Confidence | None:
-        """The fitted estimate of the chance that a drafted token is right; None until `keep_confidence`."""
-        confidence: Confidence | None = self._records.get("confidence")
-        return confidence
+        self._keep("costs", costs)
 
     def keep_confidence(self, confidence: Confidence) -> Confidence:
         """Store the confidence, unless another worker has stored it, and return the stored confidence."""
-        stored: Confidence = self._store_once("confidence", confidence.model_dump(mode="json"))
-        return stored
-
-    @property
-    def choices(self) -> Choices | None:
-        """The modes that the search space was narrowed to; None until `keep_choices`."""
-        choices: Choices | None = self._records.get("choices")
-        return choices
+        return self._keep("confidence", confidence)
 
     def keep_choices(self, choices: Choices) -> Choices:
         """Store the modes of the narrowed space, unless another worker has stored modes; return the stored modes."""
-        stored: Choices = self._store_once("choices", choices.model_dump(mode="json"))
-        return stored
-
-    @property
-    def gains(self) -> Gains | None:
-        """The speedup for each mode of each variable if only this variable is changed; None until `keep_gains`."""
-        gains: Gains | None = self._records.get("gains")
-        return gains
-
-    @property
-    def int4(self) -> ModuleFile | None:
-        """The file of the int4 weights that paths were scored with; None until `keep_int4`."""
-        int4: ModuleFile | None = self._records.get("int4")
-        return int4
+        return self._keep("choices", choices)
 
     def keep_int4(self, file: ModuleFile) -> None:
         """Store the file of the int4 weights, unless another worker has stored one."""
-        self._store_once("int4", file.model_dump(mode="json"))
+        self._keep("int4", file)
 
     def keep_gains(self, gains: Gains) -> None:
         """Store the speedup of each single change, unless another worker has stored these speedups."""
         self._store_once("gains", [list(row) for row in gains])
+
+    def _keep(self, key: str, record: Kept) -> Kept:
+        stored: Kept = self._store_once(key, record.model_dump(mode="json"))
+        return stored
 
     def _store_once(self, key: str, value: Any) -> Any:
         """Store `value` under `key`, unless the study has a value for `key`; return the stored value."""

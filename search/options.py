@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
 OBJECTIVES = ("replay", "wallclock")
 KV = ("shared", "own")
 STUDY = "selfspec"  # the default name of a study
-_DRAFTS = "Drafting and verification"
-_SETS = "Search space"
-_METHOD = "Search method"
-_STORAGE = "Storage of trials"
+# Options in a group of the help.
+_drafts = partial(Option, panel="Drafting and verification")
+_sets = partial(Option, panel="Search space")
+_method = partial(Option, panel="Search method")
+_storage = partial(Option, panel="Storage of trials")
 _DECODING = ("max_new_tokens", "temperature", "top_k", "top_p", "logits_processor", "rule")
 _NOT_COMPARED = {  # options that do not change the score of a trial
     "prompts",  # the ledger stores a hash of the prompts
@@ -126,147 +128,105 @@ class SearchOptions:
     logits_processor: "Sequence[LogitsProcessor]" = ()
     rule: Annotated[
         str | None,
-        Option(
-            help="Verification of sampled drafts: block (default), match (with seeds) or token.",
-            panel=_DRAFTS,
-            hidden=True,
-        ),
+        _drafts(help="Verification of sampled drafts: block (default), match (with seeds) or token.", hidden=True),
     ] = None
     controller: Annotated[
         "ControllerSpec | str | None",
-        Option(
-            help="When to stop drafting, such as fixed:k=4; tuned by the search by default.", panel=_DRAFTS, hidden=True
-        ),
+        _drafts(help="When to stop drafting, such as fixed:k=4; tuned by the search by default.", hidden=True),
     ] = None
     kv: Annotated[
         str,
-        Option(
+        _drafts(
             help="KV cache of drafts: the target's (shared), or a separate one, as of an exported draft model (own).",
-            panel=_DRAFTS,
             hidden=True,
         ),
     ] = "shared"
     keep: Annotated[
         str | Sequence[int],
-        Option(
-            flags=("--keep-layers",), metavar="LAYERS", help="Layers that are never skipped, such as 0,15.", panel=_SETS
-        ),
+        _sets(flags=("--keep-layers",), metavar="LAYERS", help="Layers that are never skipped, such as 0,15."),
     ] = ()
     modes: Annotated[
         str | Sequence[str] | None,
-        Option(
+        _sets(
             metavar="MODES",
             help="Modes that sub-layers may draft in: full, int8, int4, skip (all); as in Draft & Verify: full,skip.",
-            panel=_SETS,
         ),
     ] = None
     extra_memory: Annotated[
         float | None,
-        Option(
+        _sets(
             min=0,
             metavar="X",
             help="Memory for quantised draft weights, as a share of the model's bytes; .3 in float32, else .55.",
-            panel=_SETS,
         ),
     ] = None
     int4: Annotated[
         str,
-        Option(
+        _sets(
             metavar="METHOD",
             help="Quantiser of int4 weights: nearest, weighted, gptq, auto (gptq if there is time), or a file that "
             "selfspec quantize made.",
-            panel=_SETS,
         ),
     ] = "auto"
     drafters: Annotated[
         str,
-        Option(
+        _drafts(
             flags=("--proposers",),
             metavar="NAMES",
             help="Sources of lookup tokens that a draft step checks: lookup, or none.",
-            panel=_DRAFTS,
             hidden=True,
         ),
     ] = "lookup"
     store: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Retrieval store, made by index, as a source of lookup tokens.", panel=_DRAFTS),
+        Path | None, _drafts(metavar="FILE", help="Retrieval store, made by index, as a source of lookup tokens.")
     ] = None
     granularity: Annotated[
-        str,
-        Option(
-            help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", panel=_SETS, hidden=True
-        ),
+        str, _sets(help="Unit that gets a mode: sublayer (attention and MLP separately) or layer.", hidden=True)
     ] = "sublayer"
     max_draft_cost: Annotated[
         float | None,
-        Option(
-            metavar="X",
-            help="Maximum time of a draft step, as a share of a plain decoding step.",
-            panel=_SETS,
-            hidden=True,
-        ),
+        _sets(metavar="X", help="Maximum time of a draft step, as a share of a plain decoding step.", hidden=True),
     ] = None
     keep_best: Annotated[
-        bool,
-        Option(
-            flags=("--keep-best",), help="Save the best profile found even if plain decoding is faster.", panel=_SETS
-        ),
+        bool, _sets(flags=("--keep-best",), help="Save the best profile found even if plain decoding is faster.")
     ] = False
     strategy: Annotated[
         str,
-        Option(
-            help="Optimiser: climb, tpe, dp, greedy, cmaes, gp, skopt (as in the paper), or random.",
-            panel=_METHOD,
-            hidden=True,
-        ),
+        _method(help="Optimiser: climb, tpe, dp, greedy, cmaes, gp, skopt (as in the paper), or random.", hidden=True),
     ] = "climb"
     context: Annotated[
         int | None,
-        Option(
+        _method(
             min=1,
             metavar="N",
             help="Context length at which costs are measured; the prompts' length by default.",
-            panel=_METHOD,
             hidden=True,
         ),
     ] = None
-    seed: Annotated[
-        int,
-        Option(
-            min=0,
-            max=2**32 - 1,
-            metavar="N",
-            help="Random seed of prompts and optimiser.",
-            panel=_METHOD,
-        ),
-    ] = 0
+    seed: Annotated[int, _method(min=0, max=2**32 - 1, metavar="N", help="Random seed of prompts and optimiser.")] = 0
     objective: Annotated[
         str,
-        Option(
+        _method(
             help="replay: predict the speed without decoding; wallclock: decode in every trial, as in the paper.",
-            panel=_METHOD,
             hidden=True,
         ),
     ] = "replay"
     warm: Annotated[
         bool,
-        Option(
+        _method(
             flags=("--warm-starts/--no-warm-starts",),
             help="Try a few promising draft paths first; the paper does not.",
-            panel=_METHOD,
             hidden=True,
         ),
     ] = True
     storage: Annotated[
         str | Path | None,
-        Option(
+        _storage(
             help="Where trials are stored: memory, a file, or a database URL, which workers can share; by default "
-            "OUT.trials.jsonl, until the profile is saved.",
-            panel=_STORAGE,
+            "OUT.trials.jsonl, until the profile is saved."
         ),
     ] = None
-    study: Annotated[str, Option(help="Name of the study in the storage.", panel=_STORAGE)] = STUDY
+    study: Annotated[str, _storage(help="Name of the study in the storage.")] = STUDY
     watch: "SearchCallbacks | None" = None
     budget: "Budget | None" = None
     plain_llm: "Callable[[], LLM] | None" = None

@@ -9,10 +9,8 @@ wrong token; none of these tokens is emitted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from selfspec.types.draft_path import FULL, DraftPath, SkipSet, as_path
 
 from .conditional_sampling import Noise, SeededNoise, Uniforms, draft_given_text
 from .replay_state import PrefilledTexts, Record, ReplayState, Streams, TargetText, confident, with_ties
+from .resources import Opened
 from .trace import Trace
 
 CHUNK = 192  # starts in one forward
@@ -44,7 +43,7 @@ def check_replayable(runtime: Runtime) -> None:
         )
 
 
-class Replay:
+class Replay(Opened):
     """Texts of one model, ready to be replayed along any path; a context manager that holds their KV cache.
 
     `sampler`: how the texts were decoded, greedily or sampled. `rule`: how sampled drafts are verified; for `match`
@@ -99,21 +98,11 @@ class Replay:
             self._first.append(self._first[-1] + text.num_new_tokens)
         self._numbers: dict[int, Tensor] = {}
         self._targets: Tensor | None = None
-        self._resources = ExitStack()
+        super().__init__()
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
         self._resources.enter_context(self._runtime.session(self._longest + self._each * self.depth))
-        try:
-            self._read_texts()
-        except BaseException:
-            self._resources.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._resources.close()
+        self._read_texts()
 
     def _read_texts(self) -> None:
         """Prefill the KV cache with each text; for sampling, also compute the target's distribution at each start."""

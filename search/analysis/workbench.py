@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
@@ -28,13 +25,14 @@ from ..objective import ReplayObjective, Score
 from ..oracle import Bound, oracle_bound
 from ..prepare import Search, prepare_replay
 from ..replay import Replay
+from ..resources import Opened
 from ..space import Space
 from ..space_filter import Choices
 from ..strategies import Problem
 from ..trace import LONGEST_DRAFT, Trace, controllers_in_play, deepest
 
 
-class Workbench:
+class Workbench(Opened):
     """Context manager that prepares a search, then scores and measures any skip set or draft path.
 
     `prompts`: calibration text, the result of `read_prompts`, or None for the built-in prompts; `count` of them are
@@ -77,21 +75,11 @@ class Workbench:
         self.ledger.keep_choices(Choices(modes=[*self.space.modes], head=[*self.space.head]))
         if costs is not None:
             self.ledger.keep_costs(costs)
-        self._resources = ExitStack()
+        super().__init__()
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
         search = Search(self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger)
-        try:
-            _, _, self.problem, self.costs, self.replay = prepare_replay(search, self._resources, None, None, warm=True)
-        except BaseException:
-            self._resources.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._resources.close()
+        _, _, self.problem, self.costs, self.replay = prepare_replay(search, self._resources, None, None, warm=True)
 
     @property
     def temperature(self) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import stat
 import tempfile
@@ -237,6 +238,18 @@ def read_cached(path: Path) -> Any:
         return parse_json(read_text(path)) if kind(path) == "file" else None
     except (SelfspecError, ValueError):
         return None
+
+
+def table_of(data: Any) -> dict[str, dict[int, float]] | None:
+    """Return the table, rows by name and then by number, that JSON data holds with numbers as text.
+
+    None if the data is no such table, or a value is not above 0 and finite.
+    """
+    try:
+        table = {str(name): {int(key): float(value) for key, value in row.items()} for name, row in data.items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return table if all(0 < value < math.inf for row in table.values() for value in row.values()) else None
 
 
 def write_cached(path: Path, data: Any) -> None:

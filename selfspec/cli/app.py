@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from selfspec.cli.command_options import GenerateCommand, QuantizeCommand, ServeCommand
-from selfspec.cli.dataclass_options import PlainCommand, PlainGroup, flatten_options, more, with_shared_options
+from selfspec.cli.dataclass_options import PlainGroup, add_command
 from selfspec.cli.options import (
     AuditCommand,
     BenchCommand,
@@ -22,9 +23,6 @@ from selfspec.cli.options import (
 )
 from selfspec.cli.profile_app import profile_app, report_app
 
-# The groups of commands in the help, in the order in which their commands are declared.
-_RUN, _TUNE, _CHECK, _EXTEND = "Run", "Tune", "Check", "Extend"
-
 app = typer.Typer(
     name="selfspec",
     cls=PlainGroup,
@@ -34,6 +32,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+# Decorators of commands, for each group of the help, in the order in which their commands are declared.
+_run, _tune, _check, _extend = (partial(add_command, app, panel=name) for name in ("Run", "Tune", "Check", "Extend"))
 
 
 @app.callback(invoke_without_command=True)
@@ -47,16 +49,9 @@ def _root(
         raise typer.Exit
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_RUN,
-    epilog=more(
-        "command-line.md#selfspec-generate",
-        'selfspec generate --model smollm2-135m --chat "Why is the sky blue?" --stats',
-    ),
+@_run(
+    "command-line.md#selfspec-generate", 'selfspec generate --model smollm2-135m --chat "Why is the sky blue?" --stats'
 )
-@with_shared_options
-@flatten_options
 def generate(command: GenerateCommand) -> int:
     """Generate text with a profile, for one prompt or many: the same output as plain decoding, sooner."""
     from selfspec.cli.generate import run
@@ -64,13 +59,7 @@ def generate(command: GenerateCommand) -> int:
     return run(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_RUN,
-    epilog=more("command-line.md#selfspec-chat", "selfspec chat --model smollm2-135m"),
-)
-@with_shared_options
-@flatten_options
+@_run("command-line.md#selfspec-chat", "selfspec chat --model smollm2-135m")
 def chat(command: ChatCommand) -> int:
     """Chat with an instruct model, with streamed answers; each turn prefills only new tokens. See /help."""
     from selfspec.cli.chat import run
@@ -78,11 +67,7 @@ def chat(command: ChatCommand) -> int:
     return run(command)
 
 
-@app.command(
-    cls=PlainCommand, rich_help_panel=_RUN, epilog=more("serving.md", "selfspec serve --model smollm2-135m --port 8000")
-)
-@with_shared_options
-@flatten_options
+@_run("serving.md", "selfspec serve --model smollm2-135m --port 8000")
 def serve(command: ServeCommand) -> int:
     """Serve the OpenAI API (chat and completions) with continuous batching, and a page to try it."""
     from selfspec.cli.serve import run
@@ -90,13 +75,7 @@ def serve(command: ServeCommand) -> int:
     return run(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_TUNE,
-    epilog=more("search.md", "selfspec search --model smollm2-135m --minutes 3 --out profile.yaml"),
-)
-@with_shared_options
-@flatten_options
+@_tune("search.md", "selfspec search --model smollm2-135m --minutes 3 --out profile.yaml")
 def search(command: SearchCommand) -> int:
     """Find how each sub-layer of this model should run while drafting on this machine; save a profile."""
     from selfspec.cli.search import run
@@ -104,15 +83,7 @@ def search(command: SearchCommand) -> int:
     return run(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_TUNE,
-    epilog=more(
-        "measuring.md#which-method", "selfspec compare --model smollm2-135m --chat --prompts mine.jsonl --out best.yaml"
-    ),
-)
-@with_shared_options
-@flatten_options
+@_tune("measuring.md#which-method", "selfspec compare --model smollm2-135m --chat --prompts mine.jsonl --out best.yaml")
 def compare(command: CompareCommand) -> int:
     """Measure all methods that apply to a model on your text, and recommend one."""
     from selfspec.cli.compare import run
@@ -120,16 +91,10 @@ def compare(command: CompareCommand) -> int:
     return run(command)
 
 
-app.add_typer(profile_app, name="profile", rich_help_panel=_TUNE)
+app.add_typer(profile_app, name="profile", rich_help_panel="Tune")
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_CHECK,
-    epilog=more("losslessness.md#your-model", "selfspec audit --model smollm2-135m --num-prompts 10"),
-)
-@with_shared_options
-@flatten_options
+@_check("losslessness.md#your-model", "selfspec audit --model smollm2-135m --num-prompts 10")
 def audit(command: AuditCommand) -> int:
     """Check that drafting does not change the output; counts near-ties. Exit code 1: a bug was found."""
     from selfspec.cli.audit_command import run
@@ -137,13 +102,7 @@ def audit(command: AuditCommand) -> int:
     return run(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_CHECK,
-    epilog=more("results.md", "selfspec bench --profile profile.yaml --methods plain,skip,hf --temperature 0"),
-)
-@with_shared_options
-@flatten_options
+@_check("results.md", "selfspec bench --profile profile.yaml --methods plain,skip,hf --temperature 0")
 def bench(command: BenchCommand) -> int:
     """Measure methods on the same prompts, interleaved: plain decoding, layer skipping, and those of transformers."""
     from selfspec.cli.bench_command import run
@@ -151,11 +110,7 @@ def bench(command: BenchCommand) -> int:
     return run(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_CHECK,
-    epilog=more("command-line.md#selfspec-env", "selfspec env --model smollm2-135m"),
-)
+@_check("command-line.md#selfspec-env", "selfspec env --model smollm2-135m")
 def env(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Model to say the memory of: as for generate; not loaded.")
@@ -168,13 +123,7 @@ def env(
     run(model, as_json=json)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_EXTEND,
-    epilog=more("training.md", "selfspec train eagle --model smollm2-135m --minutes 10 --out parts"),
-)
-@with_shared_options
-@flatten_options
+@_extend("training.md", "selfspec train eagle --model smollm2-135m --minutes 10 --out parts")
 def train(command: TrainCommand) -> int:
     """Train a draft head, bridge, adapter, draft model, or copy of the model (layerskip) on the model's own texts."""
     from selfspec.cli.artifacts import run_train
@@ -182,13 +131,7 @@ def train(command: TrainCommand) -> int:
     return run_train(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_EXTEND,
-    epilog=more("training.md#published-heads", "selfspec convert eagle-head --model ./my-model --out parts"),
-)
-@with_shared_options
-@flatten_options
+@_extend("training.md#published-heads", "selfspec convert eagle-head --model ./my-model --out parts")
 def convert(command: ConvertCommand) -> None:
     """Convert a published draft head (EAGLE, EAGLE-3, Medusa, Hydra, MLPSpeculator), and write profiles that use it."""
     from selfspec.cli.artifacts import run_convert
@@ -196,13 +139,7 @@ def convert(command: ConvertCommand) -> None:
     run_convert(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_EXTEND,
-    epilog=more("search.md#int4-weights", "selfspec quantize --model smollm2-135m --int4 gptq --out int4.safetensors"),
-)
-@with_shared_options
-@flatten_options
+@_extend("search.md#int4-weights", "selfspec quantize --model smollm2-135m --int4 gptq --out int4.safetensors")
 def quantize(command: QuantizeCommand) -> int:
     """Quantise a model's weights to int4 for drafting, better than rounding to nearest; resumable."""
     from selfspec.cli.artifacts import run_quantize
@@ -210,13 +147,7 @@ def quantize(command: QuantizeCommand) -> int:
     return run_quantize(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_EXTEND,
-    epilog=more("search.md#a-store-of-texts", "selfspec index notes src --model smollm2-135m --out texts.store"),
-)
-@with_shared_options
-@flatten_options
+@_extend("search.md#a-store-of-texts", "selfspec index notes src --model smollm2-135m --out texts.store")
 def index(command: IndexCommand) -> None:
     """Build a retrieval store from texts or earlier answers, for drafting with --store."""
     from selfspec.cli.artifacts import run_index
@@ -224,13 +155,7 @@ def index(command: IndexCommand) -> None:
     run_index(command)
 
 
-@app.command(
-    cls=PlainCommand,
-    rich_help_panel=_EXTEND,
-    epilog=more("export.md", "selfspec export profile.yaml --to llama.cpp --out for-llama.cpp"),
-)
-@with_shared_options
-@flatten_options
+@_extend("export.md", "selfspec export profile.yaml --to llama.cpp --out for-llama.cpp")
 def export(command: ExportCommand) -> None:
     """Export a profile to another engine: files, command, limitations and expected acceptance."""
     from selfspec.cli.artifacts import run_export

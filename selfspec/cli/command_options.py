@@ -1,13 +1,21 @@
 """Options of `generate`, `quantize` and `serve`, with their help. Imports no heavy module."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.cli.input_options import MANY, DataOptions, DeviceOptions, ManyPrompts, SharedDeviceOptions
+from selfspec.cli.input_options import (
+    DataOptions,
+    DeviceOptions,
+    ManyPrompts,
+    SharedDeviceOptions,
+    device_option,
+    many_option,
+)
 from selfspec.cli.options import DecodingOptions, ExtraMemory, Json, Method, Model, Store, System
 from selfspec.search.quantize_options import QuantizeOptions
 
@@ -24,23 +32,19 @@ class GenerateCommand:
     ] = None
     decoding: DecodingOptions
     data: ManyPrompts
-    batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Batch size: prompts decoded together.", rich_help_panel=MANY)
-    ] = 8
+    batch_size: Annotated[int, many_option(min=1, metavar="N", help="Batch size: prompts decoded together.")] = 8
     memory: Annotated[
         float | None,
-        typer.Option(
+        many_option(
             metavar="GIB",
             help="Memory of the KV cache; by default for 2,048 tokens a prompt, at most half of the free memory.",
-            rich_help_panel=MANY,
         ),
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option(
+        many_option(
             metavar="FILE.jsonl",
             help="File that results are appended to; prompts whose results it has are not decoded again.",
-            rich_help_panel=MANY,
         ),
     ] = None
     system: System = None
@@ -80,7 +84,9 @@ class QuantizeCommand:
     json: Json = False
 
 
-_LIMITS, _WHO = "Limits", "Address and access"
+# Options in a group of the help.
+_limit = partial(typer.Option, rich_help_panel="Limits")
+_access = partial(typer.Option, rich_help_panel="Address and access")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,88 +95,54 @@ class LimitOptions:
 
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(
+        _limit(
             min=1,
             max=1024,
             metavar="N",
             help="Maximum number of sequences decoded together, also as --batch-size; 8 by default.",
-            rich_help_panel=_LIMITS,
         ),
     ] = None
     batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, metavar="N", help="The same as --max-num-seqs.", hidden=True, rich_help_panel=_LIMITS
-        ),
+        int | None, _limit(min=1, max=1024, metavar="N", help="The same as --max-num-seqs.", hidden=True)
     ] = None
     memory: Annotated[
         float | None,
-        typer.Option(
+        _limit(
             min=0.001,
             metavar="GIB",
             help="Memory of the KV cache; by default for 2,048 tokens a sequence, at most half of the free memory.",
-            rich_help_panel=_LIMITS,
         ),
     ] = None
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Maximum number of new tokens of a request; by default what fits.",
-            rich_help_panel=_LIMITS,
-        ),
+        int | None, _limit(min=1, metavar="N", help="Maximum number of new tokens of a request; by default what fits.")
     ] = None
     max_model_len: Annotated[
         int | None,
-        typer.Option(
+        _limit(
             min=2,
             metavar="N",
             help="Maximum number of tokens of a prompt and its new text; by default what context and memory allow.",
-            rich_help_panel=_LIMITS,
         ),
     ] = None
     queue: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Maximum number of waiting requests; more get status 429.", rich_help_panel=_LIMITS
-        ),
+        int, _limit(min=0, metavar="N", help="Maximum number of waiting requests; more get status 429.")
     ] = 64
     max_body: Annotated[
         int,
-        typer.Option(
-            min=1,
-            metavar="BYTES",
-            help="Maximum size of a request body; larger ones get status 413.",
-            hidden=True,
-            rich_help_panel=_LIMITS,
-        ),
+        _limit(min=1, metavar="BYTES", help="Maximum size of a request body; larger ones get status 413.", hidden=True),
     ] = 4 * 2**20
     timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.001, metavar="SECONDS", help="Time limit of a request, waiting included.", rich_help_panel=_LIMITS
-        ),
+        float, _limit(min=0.001, metavar="SECONDS", help="Time limit of a request, waiting included.")
     ] = 600.0
     read_timeout: Annotated[
         float,
-        typer.Option(
-            min=0.001,
-            metavar="SECONDS",
-            help="Time limit for reading a request's head, then its body.",
-            hidden=True,
-            rich_help_panel=_LIMITS,
+        _limit(
+            min=0.001, metavar="SECONDS", help="Time limit for reading a request's head, then its body.", hidden=True
         ),
     ] = 20.0
     grace: Annotated[
         float,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Time that running requests have to finish on shutdown.",
-            hidden=True,
-            rich_help_panel=_LIMITS,
-        ),
+        _limit(min=0, metavar="SECONDS", help="Time that running requests have to finish on shutdown.", hidden=True),
     ] = 30.0
 
     @property
@@ -190,37 +162,23 @@ class ServeCommand:
     method: Method = None
     store: Store = None
     extra_memory: ExtraMemory = None
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHO)] = "127.0.0.1"
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.", rich_help_panel=_WHO),
-    ] = 8000
+    host: Annotated[str, _access(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _access(min=0, max=65535, metavar="N", help="Port to listen on; 0: any free one.")] = 8000
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="SELFSPEC_API_KEY",
-            metavar="KEY",
-            show_envvar=True,
-            help="API key that requests must send.",
-            rich_help_panel=_WHO,
-        ),
+        _access(envvar="SELFSPEC_API_KEY", metavar="KEY", show_envvar=True, help="API key that requests must send."),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
+        _access(
             metavar="ORIGIN",
             help="Origin of web pages that may send requests, such as https://app.example; can be repeated; *: any.",
             hidden=True,
-            rich_help_panel=_WHO,
         ),
     ] = None
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Model name in the API, instead of the model's own; can be repeated.",
-            rich_help_panel=_WHO,
-        ),
+        _access(metavar="NAME", help="Model name in the API, instead of the model's own; can be repeated."),
     ] = None
     adapter: Annotated[
         list[str] | None,
@@ -229,10 +187,6 @@ class ServeCommand:
     limits: LimitOptions
     devices: Annotated[
         str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Devices with one replica each, such as cuda:0,cuda:1 or cpu,cpu.",
-            rich_help_panel="Device",
-        ),
+        device_option(metavar="LIST", help="Devices with one replica each, such as cuda:0,cuda:1 or cpu,cpu."),
     ] = None
     device_options: SharedDeviceOptions

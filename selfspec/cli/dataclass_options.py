@@ -26,11 +26,6 @@ from selfspec.basics.option import Option
 from selfspec.models.hub_names import with_revision
 
 
-def more(page: str, example: str) -> str:
-    """Return the end of a command's help: an example command line, and the command's page in docs/."""
-    return f"Example: {example}\n\nMore: docs/{page}"
-
-
 class _PlainFlags:
     """Mixin of commands whose flags, `--help` among them, have no type in the help."""
 
@@ -224,3 +219,23 @@ def _parsed_type(kind: Any) -> Any:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     non_none = [part for part in kinds if part is not NoneType]
     return non_none[0] if len(non_none) == 1 and non_none[0] in _PARSED_TYPES else str
+
+
+def add_command(
+    app: typer.Typer, page: str, example: str, *, name: str | None = None, panel: str | None = None
+) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
+    """Return a decorator that adds a function to `app` as a command.
+
+    The help ends with the example command line and the command's page in docs/. A function of a dataclass gets an
+    option for each of its fields, and the shared options. `name`: by default the function's. `panel`: the group of the
+    command in the help.
+    """
+
+    def add(function: Callable[..., int | None]) -> Callable[..., int | None]:
+        epilog = f"Example: {example}\n\nMore: docs/{page}"
+        takes_dataclass = is_dataclass(next(iter(get_type_hints(function).values())))
+        called = with_shared_options(flatten_options(function)) if takes_dataclass else function
+        app.command(name, cls=PlainCommand, rich_help_panel=panel, epilog=epilog)(called)
+        return function
+
+    return add

@@ -6,6 +6,7 @@
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 _KINDS = (
     ".jsonl, .txt or .parquet file, a folder, cnn_dailymail, xsum, gsm8k, humaneval, mt_bench, {spec,speed}-bench:FILE"
 )
-_PROMPTS = "Prompts"
-MANY = "Many prompts"
+# Options in a group of the help.
+_prompts = partial(typer.Option, rich_help_panel="Prompts")
+many_option = partial(typer.Option, rich_help_panel="Many prompts")
+device_option = partial(typer.Option, rich_help_panel="Device")
 
 
 def unescape_newlines(template: str | None) -> str | None:
@@ -40,24 +43,12 @@ class DataOptions:
     source: Annotated[str | None, typer.Option("--prompts", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = (
         None
     )
-    column: Annotated[
-        str | None,
-        typer.Option(help="Column of the prompts; by default 'prompt', else 'text'.", rich_help_panel=_PROMPTS),
-    ] = None
+    column: Annotated[str | None, _prompts(help="Column of the prompts; by default 'prompt', else 'text'.")] = None
     template: Annotated[
-        str | None,
-        typer.Option(
-            help="Template of a prompt from columns, such as 'Q: {question}\\nA:'; \\n is a new line.",
-            rich_help_panel=_PROMPTS,
-        ),
+        str | None, _prompts(help="Template of a prompt from columns, such as 'Q: {question}\\nA:'; \\n is a new line.")
     ] = None
     chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Apply the model's chat template, with each prompt as a user message.",
-            rich_help_panel=_PROMPTS,
-        ),
+        bool, _prompts("--chat", help="Apply the model's chat template, with each prompt as a user message.")
     ] = False
 
     def read(self, *, held_out: bool = False, every: bool = False) -> "Prompts | None":
@@ -122,16 +113,10 @@ class TrainDataOptions(DataOptions):
 class ManyPrompts(DataOptions):
     """Options that select a file of prompts to decode; with `source` None the command decodes a single prompt."""
 
-    source: Annotated[
-        str | None,
-        typer.Option("--prompts", help=f"Several prompts: a {_KINDS}.", rich_help_panel=MANY),
-    ] = None
-    column: Annotated[
-        str | None, typer.Option(help="Column of the prompts; by default 'prompt', else 'text'.", rich_help_panel=MANY)
-    ] = None
+    source: Annotated[str | None, many_option("--prompts", help=f"Several prompts: a {_KINDS}.")] = None
+    column: Annotated[str | None, many_option(help="Column of the prompts; by default 'prompt', else 'text'.")] = None
     template: Annotated[
-        str | None,
-        typer.Option(help="Template of a prompt from columns, such as 'Q: {question}\\nA:'.", rich_help_panel=MANY),
+        str | None, many_option(help="Template of a prompt from columns, such as 'Q: {question}\\nA:'.")
     ] = None
     chat: Annotated[
         bool, typer.Option("--chat", help="Apply the model's chat template, with the prompt as a user message.")
@@ -162,10 +147,6 @@ class EncodedPrompts:
 class PromptOptions(DataOptions):
     """Options that select prompts to decode; `source` None selects the built-in held-out prompts."""
 
-    source: Annotated[str | None, typer.Option("--prompts", help=f"Prompts: a {_KINDS}; built-in ones by default.")] = (
-        None
-    )
-
     def encode_prompts(
         self, llm: "LLM", raw_prompts: "Prompts | None", *, limit: int, max_new_tokens: int, last: bool = False
     ) -> EncodedPrompts:
@@ -188,55 +169,42 @@ class PromptOptions(DataOptions):
         return EncodedPrompts(selected.source, tuple(map(shown, selected.texts)), prompts, selected.tasks, chat)
 
 
-_DEVICES = "Device"
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
     """Options of one device, or several for a model larger than one. Raises `SelfspecError` for invalid options."""
 
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_DEVICES)] = "auto"
+    device: Annotated[str, device_option(help="auto, cpu, cuda, cuda:1, ...")] = "auto"
     dtype: Annotated[
         str,
-        typer.Option(
+        device_option(
             help="auto (float32 on a CPU), float32, float64, bfloat16, float16; file keeps a GGUF file's weights as "
-            "they are.",
-            rich_help_panel=_DEVICES,
+            "they are."
         ),
     ] = "auto"
     threads: Annotated[
         int | None,
-        typer.Option(
+        device_option(
             "--threads",
             "-t",
             min=1,
             max=4096,
             metavar="N",
             help="Number of CPU threads; PyTorch's default if not given.",
-            rich_help_panel=_DEVICES,
         ),
     ] = None
     device_map: Annotated[
         str | None,
-        typer.Option(
+        device_option(
             help="Device map for models larger than one device: auto, balanced, balanced_low_0, sequential.",
             hidden=True,
-            rich_help_panel=_DEVICES,
         ),
     ] = None
     device_memory: Annotated[
         str | None,
-        typer.Option(
-            help="Maximum memory of each device for --device-map, such as 0=20GiB,cpu=60GiB.",
-            hidden=True,
-            rich_help_panel=_DEVICES,
-        ),
+        device_option(help="Maximum memory of each device for --device-map, such as 0=20GiB,cpu=60GiB.", hidden=True),
     ] = None
     offload_folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for weights that --device-map offloads to disk.", hidden=True, rich_help_panel=_DEVICES
-        ),
+        Path | None, device_option(help="Folder for weights that --device-map offloads to disk.", hidden=True)
     ] = None
 
     def __post_init__(self) -> None:
@@ -255,11 +223,8 @@ class SharedDeviceOptions(DeviceOptions):
 
     tensor_parallel: Annotated[
         bool,
-        typer.Option(
-            "--tensor-parallel",
-            help="Split the model over the processes that torchrun has started.",
-            hidden=True,
-            rich_help_panel=_DEVICES,
+        device_option(
+            "--tensor-parallel", help="Split the model over the processes that torchrun has started.", hidden=True
         ),
     ] = False
 

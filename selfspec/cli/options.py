@@ -5,6 +5,7 @@ are not postponed.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +19,10 @@ from selfspec.training.options import TrainOptions
 from selfspec.types.methods import OWN
 
 BENCHED = "plain,skip,hf,hf-prompt-lookup"  # the methods that `bench` runs if none are named
-_DRAFTING = "Drafting"
-_GUIDED = "Guided generation (needs llguidance)"
-_SAMPLING = "Sampling"
+# Options in a group of the help.
+_drafting = partial(typer.Option, rich_help_panel="Drafting")
+_guided = partial(typer.Option, rich_help_panel="Guided generation (needs llguidance)")
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object to standard output, and everything else to standard error."),
@@ -35,35 +37,28 @@ Model = Annotated[
 ]
 Controller = Annotated[
     str | None,
-    typer.Option(
+    _drafting(
         help="Controller, which decides when drafting stops: fixed:k=4, static:threshold=0.6,k_max=8, "
         "adaptive:threshold=0.6; by default the profile's controller.",
         hidden=True,
-        rich_help_panel=_DRAFTING,
     ),
 ]
 Method = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.",
-        rich_help_panel=_DRAFTING,
-    ),
+    str | None, _drafting(help=f"Drafting method instead of the profile's: {', '.join(OWN)}, model:NAME, staged:NAME.")
 ]
 ExtraMemory = Annotated[
     float | None,
-    typer.Option(
+    _drafting(
         metavar="X",
         min=0,
         help="Maximum memory of draft weights made without a profile, as a share of the model; 0: none.",
-        rich_help_panel=_DRAFTING,
     ),
 ]
 Store = Annotated[
     Path | None,
-    typer.Option(
+    _drafting(
         metavar="FILE",
         help="Retrieval store to propose tokens from, in addition to the prompt; made by selfspec index.",
-        rich_help_panel=_DRAFTING,
     ),
 ]
 System = Annotated[
@@ -79,8 +74,7 @@ class DraftingOptions:
 
     model: Model = None
     profile: Annotated[
-        str,
-        typer.Option(help="Profile: a file, the name of a shipped one, auto (what generate drafts with), or none."),
+        str, typer.Option(help="Profile: a file, the name of a shipped one, auto (what generate drafts with), or none.")
     ] = "auto"
     controller: Controller = None
     store: Store = None
@@ -177,34 +171,26 @@ class DecodingOptions:
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; can be repeated.")] = None
     generation_config: Annotated[
         str | None,
-        typer.Option(
-            help="Path of a generation_config.json or its folder; 'model': the configuration of the checkpoint.",
-            rich_help_panel=_SAMPLING,
-        ),
+        _sampling(help="Path of a generation_config.json or its folder; 'model': the configuration of the checkpoint."),
     ] = None
     min_p: Annotated[
         float | None,
-        typer.Option(
+        _sampling(
             min=0,
             max=1,
             metavar="X",
             help="Sample only tokens at least X times as probable as the most probable token.",
-            rich_help_panel=_SAMPLING,
         ),
     ] = None
     repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01, metavar="X", help="Penalty on tokens that occurred; 1: none.", rich_help_panel=_SAMPLING
-        ),
+        float | None, _sampling(min=0.01, metavar="X", help="Penalty on tokens that occurred; 1: none.")
     ] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        _sampling(
             "--set",
             metavar="NAME=VALUE",
             help="Any other field of transformers' GenerationConfig, such as typical_p=0.9; can be repeated.",
-            rich_help_panel=_SAMPLING,
         ),
     ] = None
     method: Method = None
@@ -213,18 +199,10 @@ class DecodingOptions:
     extra_memory: ExtraMemory = None
     answers: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File of earlier answers to propose tokens from; new ones are added.",
-            rich_help_panel=_DRAFTING,
-        ),
+        _drafting(metavar="FILE", help="File of earlier answers to propose tokens from; new ones are added."),
     ] = None
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression that the new text must match.", rich_help_panel=_GUIDED)
-    ] = None
-    json_schema: Annotated[
-        Path | None, typer.Option(help="JSON schema that the new text must satisfy.", rich_help_panel=_GUIDED)
-    ] = None
+    regex: Annotated[str | None, _guided(help="Regular expression that the new text must match.")] = None
+    json_schema: Annotated[Path | None, _guided(help="JSON schema that the new text must satisfy.")] = None
     device_options: SharedDeviceOptions
 
 
@@ -259,13 +237,7 @@ class BenchCommand:
     """Options of `bench`."""
 
     drafting: DraftingOptions
-    methods: Annotated[
-        str,
-        typer.Option(
-            show_default=False,
-            help=f"Methods: {', '.join(METHODS)}.",
-        ),
-    ] = BENCHED
+    methods: Annotated[str, typer.Option(show_default=False, help=f"Methods: {', '.join(METHODS)}.")] = BENCHED
     data: PromptOptions
     limit: Annotated[
         int | None,
@@ -410,8 +382,7 @@ class ReportCommand:
 
     out: Annotated[Path, typer.Option(help="File to write the page to.")] = Path("report.html")
     profile: Annotated[
-        str | None,
-        typer.Option(help="Profile: a file, or the name of a shipped one; by default the study's best."),
+        str | None, typer.Option(help="Profile: a file, or the name of a shipped one; by default the study's best.")
     ] = None
     study: Annotated[str | None, typer.Option(help="Study: a file of trials, or its name in --storage.")] = None
     storage: Storage = None

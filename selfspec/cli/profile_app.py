@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from selfspec.cli.dataclass_options import PlainCommand, PlainGroup, flatten_options, more, with_shared_options
+from selfspec.cli.dataclass_options import PlainGroup, add_command
 from selfspec.cli.options import Json, ReportCommand, Storage
 
-_SHOW = "Show"  # the group of these commands in the help
-
 report_app = typer.Typer()
+_show = partial(add_command, report_app, panel="Show")
 
 
-@report_app.command(
-    cls=PlainCommand,
-    rich_help_panel=_SHOW,
-    epilog=more("see-it.md#plots", "selfspec plot profile.yaml --out skip-map.svg"),
-)
+@_show("see-it.md#plots", "selfspec plot profile.yaml --out skip-map.svg")
 def plot(
     source: Annotated[
         str,
@@ -46,13 +42,7 @@ def plot(
     run(PlotOptions(source=source, out=out, kind=kind, storage=storage, width=width, title=title))
 
 
-@report_app.command(
-    cls=PlainCommand,
-    rich_help_panel=_SHOW,
-    epilog=more("see-it.md#the-report", "selfspec report --profile profile.yaml --out report.html"),
-)
-@with_shared_options
-@flatten_options
+@_show("see-it.md#the-report", "selfspec report --profile profile.yaml --out report.html")
 def report(command: ReportCommand) -> None:
     """Write a self-contained HTML report on a profile, its search and a benchmark, with coloured texts."""
     from selfspec.cli.report_command import run
@@ -64,13 +54,14 @@ profile_app = typer.Typer(
     cls=PlainGroup,
     no_args_is_help=True,
     help="List, show, check, compare and import profiles.",
-    epilog=more("profiles.md", "selfspec profile list"),
+    epilog="Example: selfspec profile list\n\nMore: docs/profiles.md",
 )
+_profile = partial(add_command, profile_app)
 
 Profile = Annotated[str, typer.Argument(help="Profile: a file, or the name of a shipped one.")]
 
 
-@profile_app.command("list", cls=PlainCommand, epilog=more("profiles.md", "selfspec profile list"))
+@_profile("profiles.md", "selfspec profile list", name="list")
 def list_profiles(
     folder: Annotated[
         Path | None, typer.Argument(help="Folder to list the profiles of; by default the shipped ones.")
@@ -83,7 +74,7 @@ def list_profiles(
     list_profiles(folder, as_json=json)
 
 
-@profile_app.command(cls=PlainCommand, epilog=more("profiles.md", "selfspec profile show profile.yaml"))
+@_profile("profiles.md", "selfspec profile show profile.yaml")
 def show(file: Profile) -> None:
     """Show a profile: its skip map, how it was found, and what was measured."""
     from selfspec.cli.profile_commands import show
@@ -91,9 +82,7 @@ def show(file: Profile) -> None:
     show(file)
 
 
-@profile_app.command(
-    cls=PlainCommand, epilog=more("profiles.md", "selfspec profile validate profile.yaml --model smollm2-135m")
-)
+@_profile("profiles.md", "selfspec profile validate profile.yaml --model smollm2-135m")
 def validate(
     file: Profile,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model that the profile must fit.")] = None,
@@ -104,7 +93,7 @@ def validate(
     validate(file, model)
 
 
-@profile_app.command(cls=PlainCommand, epilog=more("profiles.md", "selfspec profile diff old.yaml new.yaml"))
+@_profile("profiles.md", "selfspec profile diff old.yaml new.yaml")
 def diff(
     a: Profile,
     b: Profile,
@@ -117,12 +106,10 @@ def diff(
         raise typer.Exit(code)
 
 
-@profile_app.command(
-    "import",
-    cls=PlainCommand,
-    epilog=more(
-        "profiles.md#published-skip-sets", "selfspec profile import skip_layers.json --model ./my-model --out mine.yaml"
-    ),
+@_profile(
+    "profiles.md#published-skip-sets",
+    "selfspec profile import skip_layers.json --model ./my-model --out mine.yaml",
+    name="import",
 )
 def import_profile(
     file: Annotated[Path, typer.Argument(help="File of the published skip set.")],
@@ -145,10 +132,7 @@ def import_profile(
     import_profile(file, format_name=format_name, model=model, key=key, layers=layers, out=out)
 
 
-@profile_app.command(
-    cls=PlainCommand,
-    epilog=more("profiles.md#several-ways-to-draft", "selfspec profile join code.yaml chat.yaml --out both.yaml"),
-)
+@_profile("profiles.md#several-ways-to-draft", "selfspec profile join code.yaml chat.yaml --out both.yaml")
 def join(
     files: Annotated[list[str], typer.Argument(help="Profiles of one model: files, or names of shipped ones.")],
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml"),
@@ -159,7 +143,7 @@ def join(
     join(files, out)
 
 
-@profile_app.command(cls=PlainCommand, epilog=more("profiles.md", "selfspec profile schema > profile.schema.json"))
+@_profile("profiles.md", "selfspec profile schema > profile.schema.json")
 def schema() -> None:
     """Print the JSON schema of profiles, for editors that check and complete YAML."""
     from selfspec.cli.profile_commands import schema
@@ -167,12 +151,9 @@ def schema() -> None:
     schema()
 
 
-@profile_app.command(
-    cls=PlainCommand,
-    epilog=more(
-        "search.md#long-searches-and-many-workers",
-        "selfspec profile pick trials.jsonl --max-draft-cost 0.5 --out cheap.yaml",
-    ),
+@_profile(
+    "search.md#long-searches-and-many-workers",
+    "selfspec profile pick trials.jsonl --max-draft-cost 0.5 --out cheap.yaml",
 )
 def pick(
     study: Annotated[str, typer.Argument(help="Study: a file of trials, or its name in --storage.")],

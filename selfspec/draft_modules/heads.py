@@ -18,6 +18,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.draft_modules.module_files import PartFile
+from selfspec.models.families.base import LayerSizes
 from selfspec.models.kernels import kernel_for
 from selfspec.models.linears import Call
 from selfspec.models.low_precision import FusedQuantizedLinear
@@ -174,15 +175,9 @@ def make_part_file(
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Sizes of a layer, named as in the configuration of LLaMA in `transformers`."""
+class LayerShape(LayerSizes):
+    """Sizes of a LLaMA layer, and the base of its RoPE."""
 
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
     theta: float = 10000.0
 
 

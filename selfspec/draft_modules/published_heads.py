@@ -257,17 +257,10 @@ def _numbers(tensors: Tensors, pattern: str) -> list[int]:
     return sorted({int(match[1]) for name in tensors if (match := re.fullmatch(pattern, name))})
 
 
-def _of_steps(
-    kind_of: str,
-    net: dict[str, Any],
-    converted: Tensors,
-    left: Tensors,
-    target: Runtime,
-    words: list[int] | None = None,
-) -> PartFile:
+def _of_steps(net: dict[str, Any], converted: Tensors, target: Runtime) -> dict[str, Any]:
+    """Return the settings of a head with the network `net`; add the norm of the target that it reads to `converted`."""
     converted["given_norm.weight"] = _last_norm(target)
-    settings = {"net": net, "eps": target.skeleton.sizes.eps, "layers": [target.layers]}
-    return _part(kind_of, settings, converted, left, target, words)
+    return {"net": net, "eps": target.skeleton.sizes.eps, "layers": [target.layers]}
 
 
 def _blocks(tensors: Tensors, prefix: str, target: Runtime) -> tuple[dict[str, int], Tensors]:
@@ -288,7 +281,8 @@ def _medusa(_config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartF
     for mine, theirs in [("head", "lm_head"), *((f"head.{j}", f"{j}.{net['blocks']}") for j in range(net["places"]))]:
         if (own := tensors.pop(f"{theirs}.weight", None)) is not None:
             converted[f"{mine}.weight"] = own if words is None or len(own) == len(words) else own[words.long()]
-    return _of_steps("medusa", net, converted, tensors, target, None if words is None else words.tolist())
+    words_kept = None if words is None else words.tolist()
+    return _part("medusa", _of_steps(net, converted, target), converted, tensors, target, words_kept)
 
 
 def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -308,7 +302,7 @@ def _hydra(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFil
         converted[f"head.{j}.weight"] = tensors.pop(f"hydra_lm_head.{j}.weight")
         if (bias := tensors.pop(f"hydra_lm_head.{j}.bias", None)) is not None:
             converted[f"head.{j}.bias"] = bias
-    return _of_steps("hydra", net, converted, tensors, target)
+    return _part("hydra", _of_steps(net, converted, target), converted, tensors, target)
 
 
 def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
@@ -326,7 +320,8 @@ def _mlp(config: dict[str, Any], tensors: Tensors, target: Runtime) -> PartFile:
         elif not tied or int(match[2]) <= int(match[1] == "proj"):  # skips copies of tied tensors
             converted[name] = tensor
     net = {"hidden": hidden, "places": places, "inner": inner, "tied": tied, "tables": tables}
-    return _of_steps("mlp", {**net, "scaled": bool(config.get("scale_input", False))}, converted, left, target)
+    net["scaled"] = bool(config.get("scale_input", False))
+    return _part("mlp", _of_steps(net, converted, target), converted, left, target)
 
 
 def _has(*names: str) -> Callable[[Tensors], bool]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from selfspec.basics.machine import clock
 from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
-from selfspec.speculation.drafter import Drafter, Limit
+from selfspec.speculation.drafter import DelegatingDrafter, Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.rounds import guide_draft
@@ -154,7 +154,7 @@ class _RoundTimes:
         return self.step * max(*steps, assumed)
 
 
-class Guard:
+class Guard(DelegatingDrafter):
     """A drafter that limits the drafts of another `drafter`, so that the time lost to drafting stays within a bound.
 
         seconds lost to drafting + this round's highest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t: plain round
@@ -188,7 +188,7 @@ class Guard:
         measure_payoff: Callable[[], PayoffModel | None] | None = None,
         clock: Callable[[], float] = clock,
     ) -> None:
-        self.drafter = drafter
+        super().__init__(drafter)
         self.payoff = payoff
         self._together: _Account | None = None
         self._measure_payoff = measure_payoff
@@ -198,16 +198,6 @@ class Guard:
         self._round: _Round | None = None
         self._planned: deque[_Round] = deque()  # rounds on the device that were planned and not observed
         self._last_read = 0.0  # the clock's reading when the last of them was observed
-
-    @property
-    def hidden(self) -> Sequence[int]:
-        """The layers whose hidden states the drafter reads."""
-        return self.drafter.hidden
-
-    @property
-    def drafts(self) -> bool:
-        """Whether the drafter ever proposes a token."""
-        return self.drafter.drafts
 
     def calibrate(self) -> None:
         """Measure the round costs on this machine, on the first call only. Raises what `measure_payoff` raises."""
@@ -219,10 +209,6 @@ class Guard:
         self._planned.clear()  # discarded, and the sequence's first round is not planned
         self._accounts[seq] = _Account()
         self.drafter.begin(seq, prefill)
-
-    def max_work(self, limit: Limit) -> Work:
-        """Return the drafter's `max_work`."""
-        return self.drafter.max_work(limit)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return the drafter's drafts, limited to the size that the bound allows; a draft may be empty."""

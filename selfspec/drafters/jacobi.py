@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters.controlled import as_draft
@@ -19,6 +20,7 @@ from selfspec.types.methods import WIDEST_DRAFT
 
 JacobiMethod = Literal["jacobi", "gauss-seidel", "hybrid"]
 Start = Literal["padding", "prompt", "before"]
+State = TypeVar("State")
 
 
 @dataclass(slots=True)
@@ -35,7 +37,33 @@ class _Block:
     sent: tuple[int, ...] = ()  # the part of the guess in the verification pass
 
 
-class JacobiDrafter:
+class _FromLastPass(ABC, Generic[State]):
+    """Base of drafters that draft what the last pass predicted, by a state for each sequence."""
+
+    hidden: Sequence[int] = ()
+    drafts = True
+
+    def __init__(self) -> None:
+        self._states: dict[SequenceState, State] = {}
+
+    def end(self, seq: SequenceState) -> None:
+        """Forget the sequence's state."""
+        self._states.pop(seq, None)
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return the work of one lookup draft, whatever its size."""
+        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Return a draft for each sequence."""
+        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+
+    @abstractmethod
+    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
+        """Return the draft of one sequence."""
+
+
+class JacobiDrafter(_FromLastPass[_Block]):
     """Jacobi drafter: drafts the tokens that the last pass predicted for a block, so a pass is one Jacobi iteration.
 
     Methods: `jacobi` uses one block for all remaining tokens, cut to the size of a verification pass. `gauss-seidel`
@@ -49,9 +77,6 @@ class JacobiDrafter:
     tokens, and if `parallel` is below 1.
     """
 
-    hidden: Sequence[int] = ()
-    drafts = True
-
     def __init__(
         self, method: JacobiMethod = "gauss-seidel", *, block: int = 8, parallel: int = 64, start: Start = "before"
     ) -> None:
@@ -60,28 +85,16 @@ class JacobiDrafter:
                 f"block {block}, parallel {parallel}: expected blocks of 2 tokens or more, parallel above 0"
             )
         self.method, self.block, self.parallel, self.start = method, block, parallel, start
-        self._blocks: dict[SequenceState, _Block] = {}
+        super().__init__()
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Place the first block after the prompt."""
         n = len(seq.tokens)
-        self._blocks[seq] = _Block(n, n, n)
-
-    def end(self, seq: SequenceState) -> None:
-        """Forget the sequence's block."""
-        self._blocks.pop(seq, None)
-
-    def max_work(self, limit: Limit) -> Work:
-        """Return the work of one lookup draft, whatever its length."""
-        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
-
-    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return, for each sequence, the current iterate of its block's uncommitted positions."""
-        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        self._states[seq] = _Block(n, n, n)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Replace the iterate at each uncommitted position with the pass's argmax there."""
-        if (block := self._blocks.get(seq)) is None:
+        if (block := self._states.get(seq)) is None:
             return
         sent, block.sent = block.sent, ()
         drafted = len(sent) if outcome.draft.tokens[: len(sent)] == sent else 0
@@ -92,7 +105,7 @@ class JacobiDrafter:
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         n, max_tokens = len(seq.tokens), min(limit.depth, limit.nodes)
-        block = self._blocks.get(seq)
+        block = self._states.get(seq)
         if block is None or (self.method == "hybrid" and n - block.prompt >= self.parallel):
             return Draft()
         if n >= block.end:
@@ -144,7 +157,7 @@ class _Tree:
         return node
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(_FromLastPass[_Branches]):
     """Lookahead drafter: drafts the pool's n-grams that begin with the last token, and the window for new n-grams.
 
     `window` (W): columns of the window; `ngram` (N): tokens of an n-gram, so the window has N - 1 levels; `guesses`
@@ -156,9 +169,6 @@ class LookaheadDrafter:
     Raises `SelfspecError` for sizes that no verification pass holds.
     """
 
-    hidden: Sequence[int] = ()
-    drafts = True
-
     def __init__(self, *, window: int = 7, ngram: int = 4, guesses: int = 7) -> None:
         rows = window * (ngram - 1)
         if window < 1 or ngram < 2 or guesses < 1 or rows > WIDEST_DRAFT:
@@ -167,7 +177,7 @@ class LookaheadDrafter:
                 f"at least 2, at least 1 guess, and window x (ngram - 1) up to {WIDEST_DRAFT}"
             )
         self.window, self.ngram, self.guesses = window, ngram, guesses
-        self._own: dict[SequenceState, _Branches] = {}
+        super().__init__()
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Fill the window with consecutive prompt tokens."""
@@ -175,23 +185,11 @@ class LookaheadDrafter:
             [self._replace_end_token(seq, seq.tokens[(i + j) % len(seq.tokens)]) for i in range(self.window)]
             for j in range(self.ngram - 1)
         ]
-        self._own[seq] = _Branches(levels)
-
-    def end(self, seq: SequenceState) -> None:
-        """Forget the sequence's window and pool."""
-        self._own.pop(seq, None)
-
-    def max_work(self, limit: Limit) -> Work:
-        """Return the work of one lookup draft, whatever its size."""
-        return LOOKUP_WORK if min(limit.depth, limit.nodes) > 0 else NO_WORK
-
-    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
-        """Return one token tree for each sequence."""
-        return [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        self._states[seq] = _Branches(levels)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Complete an n-gram in each column with the argmax after the last level, which becomes the next level."""
-        own = self._own.get(seq)
+        own = self._states.get(seq)
         if own is None or own.last is None:
             return
         nodes, own.last = own.last, None
@@ -210,7 +208,7 @@ class LookaheadDrafter:
         own.levels = [*own.levels[1:], [self._replace_end_token(seq, token) for token in predicted]]
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
-        own = self._own.get(seq)
+        own = self._states.get(seq)
         if own is None:
             return NO_DRAFT
         tree, rows = _Tree(), self.window * (self.ngram - 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.module_files import PartFile, read_part
@@ -17,45 +18,6 @@ from selfspec.profile.schema import Profile
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
 
-
-@dataclass(frozen=True, slots=True)
-class LookupDraft:
-    """Drafts by n-gram lookup in prompt and output; `answers`: whether also in earlier answers."""
-
-    answers: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Sublayers:
-    """Drafts by the target's sub-layers along a draft path, with logits over the whole vocabulary."""
-
-    path: DraftPath
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModel:
-    """Drafts by a separate model, the draft model that `spec` names."""
-
-    spec: ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedHead:
-    """Drafts by a trained draft head, stored in `part`; `places`: the longest draft, in tokens."""
-
-    part: PartFile
-    places: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnsupportedDraft:
-    """Drafts that no other engine can run; `kind`: their kind in profiles; `instead`: a similar kind, for messages."""
-
-    kind: str
-    instead: str
-
-
-Drafts = LookupDraft | Sublayers | DraftModel | TrainedHead | UnsupportedDraft
 _LOOKUP = "lookup tokens alone (draft: {kind: lookup})"
 _LAYER_SET = "a fixed set of whole layers, found by selfspec search --kv own"
 _INSTEAD = {
@@ -70,32 +32,23 @@ _INSTEAD = {
 _FAR = 2**16  # tokens; stands for no limit on the draft length
 
 
-def drafts_of(profile: Profile) -> Drafts:
-    """Return the kind of drafts that a profile describes.
+def check_drafts(profile: Profile) -> None:
+    """Raise `SelfspecError` for a profile that no engine could have: without drafts, or several ways to draft.
 
-    Raises `SelfspecError` if the profile drafts nothing, has several draft methods, or has a path with a trained part.
+    Also for a path with a trained part, and for the file of a draft head that cannot be read.
     """
     if not profile.drafts:
         raise SelfspecError("the profile drafts nothing, so there is nothing to export")
     if profile.also:
         raise SelfspecError("the profile holds several ways to draft; engines have one: export one of the profiles")
     spec = profile.draft
-    if isinstance(spec, LookupSpec):
-        return LookupDraft(any(proposer.kind == "answers" for proposer in spec.proposers))
-    if isinstance(spec, ModelSpec):
-        return DraftModel(spec)
     if isinstance(spec, HeadSpec):
-        part = read_part(profile.part_path(spec.part))
-        places = part.settings.get("net", part.settings).get("places", _FAR)
-        return TrainedHead(part, int(places)) if part.kind in HEADS else UnsupportedDraft(part.kind, _LOOKUP)
-    if isinstance(spec, LayerSkipSpec):
-        if spec.trained is not None:
-            raise SelfspecError(
-                f"the profile's path has a trained part ({spec.trained}), which no other engine can run; "
-                "expected the profile without it, from which the part was trained"
-            )
-        return Sublayers(spec.model_copy(update={"vocabulary": None}).path)
-    return UnsupportedDraft(spec.kind, _INSTEAD.get(spec.kind, _LOOKUP))
+        read_part(profile.part_path(spec.part))
+    if isinstance(spec, LayerSkipSpec) and spec.trained is not None:
+        raise SelfspecError(
+            f"the profile's path has a trained part ({spec.trained}), which no other engine can run; "
+            "expected the profile without it, from which the part was trained"
+        )
 
 
 def with_fixed_length(profile: Profile, tokens: int) -> Profile:
@@ -119,13 +72,11 @@ def with_fixed_length(profile: Profile, tokens: int) -> Profile:
 class ExportJob:
     """The input of an export: the target, its profile, and the output folder.
 
-    `drafts`: the kind of drafts that the profile describes. `type_name`: the type of the target's weights in GGUF
-    files, such as `q8_0`; None: the model's dtype.
+    `type_name`: the type of the target's weights in GGUF files, such as `q8_0`; None: the model's dtype.
     """
 
     llm: LLM
     profile: Profile
-    drafts: Drafts
     out: Path
     type_name: str | None = None
 
@@ -159,16 +110,19 @@ class ExportPlan:
     itself: bool = False
 
 
-class Exporter(Protocol):
-    """An exporter for one engine: a program or library other than selfspec that runs models, such as vLLM.
+class Exporter(ABC):
+    """Base of the exporters, one for each engine: a program or library other than selfspec that runs models.
 
     `name`: the name of the engine. `read`: the sources of the engine's file formats, with versions. `tried`: how the
     exports were tested. All three are texts for the README.
+
+    A subclass has a method for each kind of drafts, which returns the plan of exporting a job to its engine. Each
+    raises `SelfspecError`, whose message names an alternative, if the engine cannot run the drafts.
     """
 
-    name: str
-    read: str
-    tried: str
+    name: ClassVar[str]
+    read: ClassVar[str]
+    tried: ClassVar[str]
 
     def plan_export(self, job: ExportJob) -> ExportPlan:
         """Return the plan of exporting `job` to this exporter's engine: which drafts, and how to write them.
@@ -176,9 +130,41 @@ class Exporter(Protocol):
         The plan's drafts are those that the engine can run for `job.profile`. Raises `SelfspecError`, whose message
         names an alternative, if the engine cannot run this kind of drafts.
         """
-        ...
+        match job.profile.draft:
+            case LookupSpec(proposers=proposers):
+                return self.plan_lookup(job, answers=any(proposer.kind == "answers" for proposer in proposers))
+            case ModelSpec() as spec:
+                return self.plan_model(job, spec)
+            case HeadSpec(part=name):
+                part = read_part(job.profile.part_path(name))
+                if part.kind not in HEADS:
+                    return self.plan_other(job, part.kind, _LOOKUP)
+                return self.plan_head(job, part, int(part.settings.get("net", part.settings).get("places", _FAR)))
+            case LayerSkipSpec() as spec:  # the draft model has logits over the whole vocabulary
+                return self.plan_layers(job, spec.model_copy(update={"vocabulary": None}).path)
+            case spec:
+                return self.plan_other(job, spec.kind, _INSTEAD.get(spec.kind, _LOOKUP))
 
+    @abstractmethod
+    def plan_lookup(self, job: ExportJob, *, answers: bool) -> ExportPlan:
+        """Return the plan for drafts by n-gram lookup, with `answers` in earlier answers, too."""
 
-def refused(engine: str, drafts: str, instead: str) -> SelfspecError:
-    """Return the error for an engine that cannot run `drafts`; `instead`: an alternative that it can run."""
-    return SelfspecError(f"{engine} cannot run {drafts}; it could run instead: {instead}")
+    @abstractmethod
+    def plan_layers(self, job: ExportJob, path: DraftPath) -> ExportPlan:
+        """Return the plan for drafts by the target's sub-layers along a path."""
+
+    @abstractmethod
+    def plan_model(self, job: ExportJob, spec: ModelSpec) -> ExportPlan:
+        """Return the plan for drafts by a separate model."""
+
+    @abstractmethod
+    def plan_head(self, job: ExportJob, part: PartFile, places: int) -> ExportPlan:
+        """Return the plan for drafts of at most `places` tokens by a trained head."""
+
+    def plan_other(self, job: ExportJob, kind: str, instead: str) -> ExportPlan:
+        """Return the plan for drafts that only selfspec makes, where it can run in the engine."""
+        raise self.refused(f"drafts of kind '{kind}'", instead)
+
+    def refused(self, drafts: str, instead: str) -> SelfspecError:
+        """Return the error for drafts that the engine cannot run; `instead`: an alternative that it can run."""
+        return SelfspecError(f"{self.name} cannot run {drafts}; it could run instead: {instead}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import disk_errors, files_in, kind
 from selfspec.export.expected import Expected, check_tokens, expected_by_rehearsal, expected_from_profile
-from selfspec.export.exporter import Exporter, ExportJob, ExportPlan, ExportResult, drafts_of
+from selfspec.export.exporter import Exporter, ExportJob, ExportPlan, ExportResult, check_drafts
 from selfspec.export.gguf_files import check_type
 from selfspec.export.hf import Transformers
 from selfspec.export.llama_cpp import LlamaCpp
@@ -186,7 +186,7 @@ def check(engine: str, profile: Profile, out: Path, *, type_name: str | None = N
     find_engine(engine)
     check_out(out, force=force)
     check_type(type_name)
-    drafts_of(profile)
+    check_drafts(profile)
 
 
 def export(
@@ -213,7 +213,7 @@ def export(
     """
     check(engine, profile, out, type_name=type_name, force=force)
     check_profile(profile, llm.identity)
-    runs, job = ENGINES[engine], ExportJob(llm, profile, drafts_of(profile), out, type_name)
+    runs, job = ENGINES[engine], ExportJob(llm, profile, out, type_name)
     offer = runs.plan_export(job)
     check_tokens(tokens, offer.most)
     if prompts:

@@ -9,17 +9,8 @@ from pathlib import Path
 from transformers import GenerationConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.exporter import (
-    DraftModel,
-    ExportJob,
-    ExportPlan,
-    ExportResult,
-    LookupDraft,
-    Sublayers,
-    TrainedHead,
-    UnsupportedDraft,
-    refused,
-)
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.export.exporter import Exporter, ExportJob, ExportPlan, ExportResult
 from selfspec.export.weights import (
     describe_layers,
     in_full,
@@ -31,7 +22,9 @@ from selfspec.export.weights import (
 )
 from selfspec.integrations.custom_generate import hf
 from selfspec.profile.draft_spec import LookupSpec, ProposerSpec
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.schema import Profile
+from selfspec.types.draft_path import DraftPath
 
 _LOAD = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -41,42 +34,44 @@ inputs = tokenizer("PROMPT", return_tensors="pt")
 """
 
 
-class Transformers:
-    """Exporter for the generate method of `transformers`."""
+class Transformers(Exporter):
+    """Exporter for the generate method of `transformers`.
+
+    Drafts that `generate` lacks are run by selfspec in `custom_generate`.
+    """
 
     name = "hf"
     read = "transformers 5.23"
     tried = "loaded by from_pretrained and run by transformers' own generate in this project's tests"
 
-    def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the plan of an export to `transformers`.
+    def plan_lookup(self, job: ExportJob, *, answers: bool) -> ExportPlan:
+        """Return the plan for prompt lookup."""
+        return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job))
 
-        Drafts that `generate` of `transformers` lacks are run by selfspec in `custom_generate`. Raises `SelfspecError`
-        for a trained head, and for a profile that `custom_generate` would have to run but that needs other files.
-        """
-        match job.drafts:
-            case LookupDraft():
-                return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job))
-            case Sublayers(path):
-                description, lost = describe_layers(path, job.llm.identity.layers)
-                if not path.runs(job.llm.identity.layers):
-                    return _itself(job, note=_NO_MODEL)
-                if path.low_precision:
-                    lost = (*lost, "the draft model's quantised weights: it runs in its own dtype")
-                return ExportPlan(
-                    description, partial(_sublayers, job, job.drafts), path=in_full(path), limitations=lost
-                )
-            case DraftModel(spec):
-                lost = (f"{spec.bits} weights: the draft model runs in its own dtype",) if spec.bits else ()
-                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
-            case TrainedHead(part):
-                raise refused(
-                    "transformers' generate",
-                    f"a trained head ({part.kind})",
-                    "selfspec.hf(profile=...) with this profile",
-                )
-            case UnsupportedDraft():
-                return _itself(job)
+    def plan_layers(self, job: ExportJob, path: DraftPath) -> ExportPlan:
+        """Return the plan for the layers that a path keeps, as the assistant model."""
+        description, lost = describe_layers(path, job.llm.identity.layers)
+        if not path.runs(job.llm.identity.layers):
+            return _itself(job, note=_NO_MODEL)
+        if path.low_precision:
+            lost = (*lost, "the draft model's quantised weights: it runs in its own dtype")
+        return ExportPlan(description, partial(_sublayers, job, path), path=in_full(path), limitations=lost)
+
+    def plan_model(self, job: ExportJob, spec: ModelSpec) -> ExportPlan:
+        """Return the plan for a separate assistant model."""
+        lost = (f"{spec.bits} weights: the draft model runs in its own dtype",) if spec.bits else ()
+        return ExportPlan(f"the model {spec.model}", partial(_another, job, spec), limitations=lost)
+
+    def plan_head(self, job: ExportJob, part: PartFile, places: int) -> ExportPlan:
+        """Raise `SelfspecError`."""
+        raise SelfspecError(
+            f"transformers' generate cannot run a trained head ({part.kind}); it could run instead: "
+            "selfspec.hf(profile=...) with this profile"
+        )
+
+    def plan_other(self, job: ExportJob, kind: str, instead: str) -> ExportPlan:
+        """Return the plan in which `custom_generate` runs the profile; raises `SelfspecError` if it needs files."""
+        return _itself(job)
 
 
 _NO_MODEL = "No layer is skipped whole, so an unquantised draft model would save nothing, and none is written."
@@ -156,13 +151,13 @@ def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
     return ExportResult((lookup, _custom(job, folder)))
 
 
-def _sublayers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
-    layers_folder(job, drafts, folder / "draft", _settings(job, tokens))
+def _sublayers(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> ExportResult:
+    layers_folder(job, path, folder / "draft", _settings(job, tokens))
     return ExportResult((_assisted(job, folder), _custom(job, folder)))
 
 
-def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
-    model, tokenizer = other_model(job, drafts)
+def _another(job: ExportJob, spec: ModelSpec, folder: Path, tokens: int) -> ExportResult:
+    model, tokenizer = other_model(job, spec)
     model_folder(model, tokenizer, folder / "draft", _settings(job, tokens))
     if same_tokens(job, model):
         return ExportResult((_assisted(job, folder),))

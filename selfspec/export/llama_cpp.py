@@ -12,17 +12,8 @@ from typing import Any
 from gguf import GGMLQuantizationType as Type
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.export.exporter import (
-    DraftModel,
-    ExportJob,
-    ExportPlan,
-    ExportResult,
-    LookupDraft,
-    Sublayers,
-    TrainedHead,
-    UnsupportedDraft,
-    refused,
-)
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.export.exporter import Exporter, ExportJob, ExportPlan, ExportResult
 from selfspec.export.gguf_files import fake_quantize, type_of, write_eagle_3, write_model
 from selfspec.export.gguf_tokenizer import Key, tokenizer_keys, tokenizer_keys_of_file
 from selfspec.export.head_export import INSTEAD, form_of, head_files
@@ -37,6 +28,7 @@ from selfspec.export.weights import (
 )
 from selfspec.llm.llm import LLM
 from selfspec.models.loading import gguf_file
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.types.draft_path import DraftPath, Mode
 
 NGRAM = 2  # length in tokens of the n-gram that prompt lookup matches
@@ -50,36 +42,56 @@ _SCALES = {
 Load = Callable[[], tuple[Any, Any]]
 
 
-class LlamaCpp:
+class LlamaCpp(Exporter):
     """Exporter for llama.cpp."""
 
     name = "llama.cpp"
     read = "llama.cpp at 0c1e570 (October 2026), as vendored by llama-cpp-python 0.3.36, and gguf 0.19"
     tried = "such files were run here by llama-speculative-simple of that version: see the project's docs/export.md"
 
-    def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the plan of an export to llama.cpp; raises `SelfspecError` for drafts that llama.cpp cannot run."""
-        match job.drafts:
-            case LookupDraft(answers):
-                lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
-                return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job), limitations=lost)
-            case Sublayers(path):
-                return _sublayers(job, path)
-            case DraftModel(spec):
-                bits = f" in {spec.bits}" if spec.bits else ""
-                load = cache(partial(other_model, job, job.drafts))
-                draft = partial(_other_as_written, job, job.drafts, load)
-                return ExportPlan(
-                    f"the model {spec.model}{bits}", partial(_another, job, job.drafts, load), draft=draft
-                )
-            case TrainedHead(part, places):
-                if (form := form_of(part)) != "eagle3":
-                    raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
-                if max(part.settings["layers"]) >= job.llm.identity.layers:  # llama.cpp's hidden states differ there
-                    raise refused(self.name, "a head that reads the output of the last layer", INSTEAD)
-                return ExportPlan("an EAGLE-3 head", partial(_eagle_3, job, job.drafts), most=places)
-            case UnsupportedDraft(kind, instead):
-                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+    def plan_lookup(self, job: ExportJob, *, answers: bool) -> ExportPlan:
+        """Return the plan for llama.cpp's n-grams."""
+        lost = ("earlier answers: llama.cpp's ngram-cache keeps its own",) if answers else ()
+        return ExportPlan("n-grams of prompt and output", partial(_prompt_lookup, job), limitations=lost)
+
+    def plan_layers(self, job: ExportJob, path: DraftPath) -> ExportPlan:
+        """Return the plan for the layers that a path keeps, as a GGUF file with the path's types."""
+        description, lost = describe_layers(path, job.llm.identity.layers)
+        if not path.cheaper or (not path.low_precision and not path.runs(job.llm.identity.layers)):
+            raise SelfspecError(
+                "no layer is skipped whole and none runs quantised, so llama.cpp's draft model would take as long as "
+                "decoding; it could run instead: a path with --modes full,int8,skip, or whole layers by --kv own"
+            )
+        scales = tuple(
+            _SCALES[_LOW[mode]] for mode in ("int8", "int4") if path.head == mode or len(getattr(path, mode))
+        )
+        few = f", {path.summary}" if path.low_precision else ""
+        draft = partial(_as_written, job, path) if path.low_precision else None
+        return ExportPlan(
+            f"{description}{few}", partial(_path, job, path), path=path, draft=draft, limitations=(*lost, *scales)
+        )
+
+    def plan_model(self, job: ExportJob, spec: ModelSpec) -> ExportPlan:
+        """Return the plan for a separate draft model, as a GGUF file."""
+        bits = f" in {spec.bits}" if spec.bits else ""
+        load = cache(partial(self._load, job, spec))
+        draft = partial(_other_as_written, job, spec, load)
+        return ExportPlan(f"the model {spec.model}{bits}", partial(_another, job, spec, load), draft=draft)
+
+    def plan_head(self, job: ExportJob, part: PartFile, places: int) -> ExportPlan:
+        """Return the plan for an EAGLE-3 head, as a GGUF file."""
+        if (form := form_of(part)) != "eagle3":
+            raise self.refused(f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
+        if max(part.settings["layers"]) >= job.llm.identity.layers:  # llama.cpp's hidden states differ there
+            raise self.refused("a head that reads the output of the last layer", INSTEAD)
+        return ExportPlan("an EAGLE-3 head", partial(_eagle_3, job, part), most=places)
+
+    def _load(self, job: ExportJob, spec: ModelSpec) -> tuple[Any, Any]:
+        """Return the draft model and its tokenizer; raises `SelfspecError` for another vocabulary size."""
+        model, tokenizer = other_model(job, spec)
+        if not same_tokens(job, model):
+            raise self.refused("a draft model with another tokenizer", "a draft model made by selfspec train distill")
+        return model, tokenizer
 
 
 def words(llm: LLM) -> list[Key]:
@@ -126,21 +138,6 @@ def _commands(job: ExportJob, tokens: int, kind: str) -> tuple[tuple[str, str], 
 
 
 _OLDER = "llama.cpp before 2026 has --draft-max instead of --spec-draft-n-max, and no --spec-type."
-
-
-def _sublayers(job: ExportJob, path: DraftPath) -> ExportPlan:
-    description, lost = describe_layers(path, job.llm.identity.layers)
-    if not path.cheaper or (not path.low_precision and not path.runs(job.llm.identity.layers)):
-        raise SelfspecError(
-            "no layer is skipped whole and none runs quantised, so llama.cpp's draft model would take as long as "
-            "decoding; it could run instead: a path with --modes full,int8,skip, or whole layers by --kv own"
-        )
-    scales = tuple(_SCALES[_LOW[mode]] for mode in ("int8", "int4") if path.head == mode or len(getattr(path, mode)))
-    few = f", {path.summary}" if path.low_precision else ""
-    draft = partial(_as_written, job, path) if path.low_precision else None
-    return ExportPlan(
-        f"{description}{few}", partial(_path, job, path), path=path, draft=draft, limitations=(*lost, *scales)
-    )
 
 
 def draft_types(path: DraftPath, weights: Weights, full: Type, *, layers: int) -> dict[str, Type]:
@@ -192,29 +189,21 @@ def _path(job: ExportJob, path: DraftPath, folder: Path, tokens: int) -> ExportR
     return ExportResult(_commands(job, tokens, "draft-simple"), tuple(notes))
 
 
-def _other(job: ExportJob, drafts: DraftModel, load: Load) -> tuple[Weights, Type]:
-    """Return the weights of a separate draft model, and their GGUF type.
-
-    Raises `SelfspecError` if its vocabulary differs in size from the target's.
-    """
-    model, _ = load()
-    if not same_tokens(job, model):
-        raise refused(
-            "llama.cpp", "a draft model with another tokenizer", "a draft model made by selfspec train distill"
-        )
-    own = weights_of(model)
+def _other(job: ExportJob, spec: ModelSpec, load: Load) -> tuple[Weights, Type]:
+    """Return the weights of a separate draft model, and their GGUF type."""
+    own = weights_of(load()[0])
     dtype = own.tensors["model.embed_tokens.weight"].dtype
-    return own, type_of(job.type_name, dtype) if drafts.spec.bits is None else _LOW[drafts.spec.bits]
+    return own, type_of(job.type_name, dtype) if spec.bits is None else _LOW[spec.bits]
 
 
-def _other_as_written(job: ExportJob, drafts: DraftModel, load: Load) -> Any:
-    own, kind = _other(job, drafts, load)
+def _other_as_written(job: ExportJob, spec: ModelSpec, load: Load) -> Any:
+    own, kind = _other(job, spec, load)
     return model_of(fake_quantize(own, lambda module: kind))
 
 
-def _another(job: ExportJob, drafts: DraftModel, load: Load, folder: Path, tokens: int) -> ExportResult:
-    own, kind = _other(job, drafts, load)
-    (model, tokenizer), file = load(), gguf_file(drafts.spec.model)
+def _another(job: ExportJob, spec: ModelSpec, load: Load, folder: Path, tokens: int) -> ExportResult:
+    own, kind = _other(job, spec, load)
+    (model, tokenizer), file = load(), gguf_file(spec.model)
     _target(job, folder, words(job.llm))
     keys = (
         tokenizer_keys(tokenizer, model.generation_config, model.config.vocab_size)
@@ -226,8 +215,8 @@ def _another(job: ExportJob, drafts: DraftModel, load: Load, folder: Path, token
     return ExportResult(_commands(job, tokens, "draft-simple"), (_OLDER,))
 
 
-def _eagle_3(job: ExportJob, drafts: TrainedHead, folder: Path, tokens: int) -> ExportResult:
-    head, keys = head_files(drafts.part, job.llm.runtime), words(job.llm)
+def _eagle_3(job: ExportJob, part: PartFile, folder: Path, tokens: int) -> ExportResult:
+    head, keys = head_files(part, job.llm.runtime), words(job.llm)
     _target(job, folder, keys)
     write_eagle_3(folder / "draft.gguf", head, keys, width=job.llm.runtime.skeleton.sizes.hidden)
     return ExportResult(_commands(job, tokens, "draft-eagle3"))

@@ -12,68 +12,42 @@ from typing import Any
 
 import yaml
 
-from selfspec.export.exporter import (
-    DraftModel,
-    ExportJob,
-    ExportPlan,
-    ExportResult,
-    LookupDraft,
-    Sublayers,
-    TrainedHead,
-    UnsupportedDraft,
-    refused,
-)
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult
 from selfspec.export.head_export import HeadFiles, form_of, head_files
-from selfspec.export.vllm import save_head
-from selfspec.export.weights import (
-    check_shorter,
-    describe_layers,
-    in_full,
-    layers_folder,
-    model_folder,
-    other_model,
-    same_tokens,
-    target_of,
-)
+from selfspec.export.model_folders import FolderExporter, save_head
+from selfspec.export.weights import target_of
 
 _NGRAM = 4  # longest n-gram that is looked up, in tokens
 
 
-class TensorRtLlm:
+class TensorRtLlm(FolderExporter):
     """Exporter for TensorRT-LLM."""
 
-    name = "tensorrt-llm"
+    name, title = "tensorrt-llm", "TensorRT-LLM"
+    quantises = None
+    forgets = "earlier answers of other runs: its n-gram pool is empty at first"
     read = "TensorRT-LLM's llm_args.py and docs/source/features/speculative-decoding.md at 04c8822 (2026)"
     tried = "not run by TensorRT-LLM here, which needs a GPU; heads are read back by this project's own reader"
 
-    def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the plan of an export to TensorRT-LLM; raises `SelfspecError` for drafts that it cannot run."""
-        match job.drafts:
-            case LookupDraft(answers):
-                empty = ("earlier answers of other runs: its n-gram pool is empty at first",) if answers else ()
-                return ExportPlan("n-grams of prompts and outputs", partial(_prompt_lookup, job), limitations=empty)
-            case Sublayers(path):
-                description, lost = describe_layers(path, job.llm.identity.layers)
-                check_shorter(
-                    job,
-                    job.drafts,
-                    "TensorRT-LLM",
-                    "it could run instead: a set of whole layers, by selfspec search --kv own",
-                )
-                if path.low_precision:
-                    lost = (*lost, "quantised weights: the draft model runs in its own dtype")
-                return ExportPlan(description, partial(_layers, job, job.drafts), path=in_full(path), limitations=lost)
-            case DraftModel(spec):
-                few = ("quantised weights: the draft model runs in its own dtype",) if spec.bits else ()
-                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=few)
-            case TrainedHead(part, places):
-                if (form := form_of(part)) != "eagle3":
-                    raise refused(self.name, f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
-                return ExportPlan(
-                    "an EAGLE-3 head", partial(_head, job, head_files(part, job.llm.runtime)), most=places
-                )
-            case UnsupportedDraft(kind, instead):
-                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+    def plan_head(self, job: ExportJob, part: PartFile, places: int) -> ExportPlan:
+        """Return the plan for an EAGLE-3 head."""
+        if (form := form_of(part)) != "eagle3":
+            raise self.refused(f"a head of the form {form}", "an EAGLE-3 head, by selfspec convert")
+        return ExportPlan("an EAGLE-3 head", partial(_head, job, head_files(part, job.llm.runtime)), most=places)
+
+    def serve_lookup(self, job: ExportJob, folder: Path, tokens: int) -> ExportResult:
+        """Write how TensorRT-LLM looks up n-grams: by its configuration file."""
+        sizes = {"max_draft_len": tokens, "max_matching_ngram_size": _NGRAM}
+        return _served(job, folder, {"decoding_type": "NGram", **sizes, "is_public_pool": True}, overlap=False)
+
+    def serve_draft(
+        self, job: ExportJob, folder: Path, tokens: int, *, quantised: bool, other_tokens: bool
+    ) -> ExportResult:
+        """Write how TensorRT-LLM runs the draft model: by its configuration file."""
+        draft = str(job.out / "draft")
+        config = {"decoding_type": "Draft_Target", "max_draft_len": tokens, "speculative_model": draft}
+        return _served(job, folder, config, overlap=False)
 
 
 def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bool = True) -> ExportResult:
@@ -83,35 +57,6 @@ def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bo
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     target, _ = target_of(job.llm, folder, job.out)
     return ExportResult((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
-
-
-def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
-    config = {
-        "decoding_type": "NGram",
-        "max_draft_len": tokens,
-        "max_matching_ngram_size": _NGRAM,
-        "is_public_pool": True,
-    }
-    return _served(job, folder, config, overlap=False)
-
-
-def _draft_model(job: ExportJob, tokens: int) -> dict[str, Any]:
-    return {"decoding_type": "Draft_Target", "max_draft_len": tokens, "speculative_model": str(job.out / "draft")}
-
-
-def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
-    layers_folder(job, drafts, folder / "draft")
-    return _served(job, folder, _draft_model(job, tokens), overlap=False)
-
-
-def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
-    model, tokenizer = other_model(job, drafts)
-    if not same_tokens(job, model):
-        raise refused(
-            "tensorrt-llm", "a draft model with another tokenizer", "a draft model made by selfspec train distill"
-        )
-    model_folder(model, tokenizer, folder / "draft")
-    return _served(job, folder, _draft_model(job, tokens), overlap=False)
 
 
 def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:

@@ -8,76 +8,54 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from safetensors.torch import save_file
-
-from selfspec.export.exporter import (
-    DraftModel,
-    ExportJob,
-    ExportPlan,
-    ExportResult,
-    LookupDraft,
-    Sublayers,
-    TrainedHead,
-    UnsupportedDraft,
-    refused,
-)
+from selfspec.draft_modules.module_files import PartFile
+from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult
 from selfspec.export.head_export import HeadFiles, form_of, head_files
-from selfspec.export.weights import (
-    check_shorter,
-    describe_layers,
-    in_full,
-    layers_folder,
-    model_folder,
-    other_model,
-    same_tokens,
-    target_of,
-)
-from selfspec.types.draft_path import DraftPath
+from selfspec.export.model_folders import FolderExporter, save_head
+from selfspec.export.weights import target_of
 
 SPECULATORS = "0.9.0"
-_ONLINE = "fp8"  # the type to which vLLM quantises weights on loading
 _NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
-class Vllm:
+class Vllm(FolderExporter):
     """Exporter for vLLM."""
 
-    name = "vllm"
+    name, title = "vllm", "vLLM"
+    maps_tokens = True
     read = f"vLLM's vllm/config/speculative.py at 002e77c (2026) and its models' loaders, and speculators {SPECULATORS}"
     tried = (
         "not run by vLLM here, which needs a GPU; heads are read back by this project's own reader, and speculators' "
         "configuration by that package's parser where it is installed"
     )
 
-    def plan_export(self, job: ExportJob) -> ExportPlan:
-        """Return the plan of an export to vLLM; raises `SelfspecError` for drafts that vLLM cannot run."""
-        match job.drafts:
-            case LookupDraft(answers):
-                description = (
-                    "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
-                )
-                return ExportPlan(description, partial(_prompt_lookup, job, answers))
-            case Sublayers(path):
-                return _sublayers(job, job.drafts, path)
-            case DraftModel(spec):
-                lost = (quantization_limitation(spec.bits),) if spec.bits else ()
-                return ExportPlan(f"the model {spec.model}", partial(_another, job, job.drafts), limitations=lost)
-            case TrainedHead(part, places):
-                form = form_of(part)
-                if form == "eagle" and "layer.fc.bias" in part.tensors:
-                    raise refused(self.name, "an EAGLE head with a bias in fc", "an EAGLE-3 head, by selfspec convert")
-                files = head_files(part, job.llm.runtime)
-                return ExportPlan(
-                    f"a head of the form {form}", partial(_head, job, files), most=places, limitations=files.lost
-                )
-            case UnsupportedDraft(kind, instead):
-                raise refused(self.name, f"drafts of kind '{kind}'", instead)
+    def plan_lookup(self, job: ExportJob, *, answers: bool) -> ExportPlan:
+        """Return the plan for n-grams, or with `answers` for suffix decoding."""
+        description = "suffixes of prompt, output and earlier answers" if answers else "n-grams of prompt and output"
+        return ExportPlan(description, partial(self.serve_lookup, job, answers=answers))
 
+    def plan_head(self, job: ExportJob, part: PartFile, places: int) -> ExportPlan:
+        """Return the plan for a head of any published form."""
+        form = form_of(part)
+        if form == "eagle" and "layer.fc.bias" in part.tensors:
+            raise self.refused("an EAGLE head with a bias in fc", "an EAGLE-3 head, by selfspec convert")
+        files = head_files(part, job.llm.runtime)
+        return ExportPlan(f"a head of the form {form}", partial(_head, job, files), most=places, limitations=files.lost)
 
-def quantization_limitation(bits: str | None) -> str:
-    """Return the limitation for weights in int8 or int4: the engine quantises the draft model to fp8 instead."""
-    num_bits = (bits or "few").removeprefix("int")
-    return f"weights in {num_bits} bits: all weights of the draft model become {_ONLINE} (e4m3) when it is loaded"
+    def serve_lookup(self, job: ExportJob, folder: Path, tokens: int, *, answers: bool = False) -> ExportResult:
+        """Write how vLLM looks up n-grams or suffixes: by its speculative configuration."""
+        method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
+        notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
+        return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)
+
+    def serve_draft(
+        self, job: ExportJob, folder: Path, tokens: int, *, quantised: bool, other_tokens: bool
+    ) -> ExportResult:
+        """Write how vLLM runs the draft model: by its speculative configuration."""
+        config = {"method": "draft_model", "model": str(job.out / "draft"), "num_speculative_tokens": tokens}
+        quantization = {"quantization": self.quantises} if quantised else {}
+        vocabulary = {"use_heterogeneous_vocab": True} if other_tokens else {}
+        return _written(job, folder, config | quantization | vocabulary)
 
 
 def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> ExportResult:
@@ -87,42 +65,6 @@ def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) 
     target, _ = target_of(job.llm, folder, job.out)
     place = quote(str(job.out / "speculative_config.json"))
     return ExportResult((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
-
-
-def _prompt_lookup(job: ExportJob, answers: bool, folder: Path, tokens: int) -> ExportResult:
-    method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
-    notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
-    return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)
-
-
-def _sublayers(job: ExportJob, drafts: Sublayers, path: DraftPath) -> ExportPlan:
-    description, lost = describe_layers(path, job.llm.identity.layers)
-    if not path.low_precision:
-        check_shorter(job, drafts, "vLLM", "it could run instead: a set of whole layers, by selfspec search --kv own")
-        return ExportPlan(description, partial(_layers, job, drafts), path=in_full(path), limitations=lost)
-    lost = (*lost, quantization_limitation("int4" if len(path.int4) else "int8"))
-    return ExportPlan(f"{description}, in {_ONLINE}", partial(_layers, job, drafts), path=path, limitations=lost)
-
-
-def _layers(job: ExportJob, drafts: Sublayers, folder: Path, tokens: int) -> ExportResult:
-    layers_folder(job, drafts, folder / "draft")
-    few = {"quantization": _ONLINE} if drafts.path.low_precision else {}
-    return _written(job, folder, _draft_model(job, tokens) | few)
-
-
-def _draft_model(job: ExportJob, tokens: int) -> dict[str, Any]:
-    return {"method": "draft_model", "model": str(job.out / "draft"), "num_speculative_tokens": tokens}
-
-
-def _another(job: ExportJob, drafts: DraftModel, folder: Path, tokens: int) -> ExportResult:
-    model, tokenizer = other_model(job, drafts)
-    model_folder(model, tokenizer, folder / "draft")
-    config = _draft_model(job, tokens)
-    if drafts.spec.bits is not None:
-        config["quantization"] = _ONLINE
-    if not same_tokens(job, model):
-        config["use_heterogeneous_vocab"] = True
-    return _written(job, folder, config)
 
 
 def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:
@@ -135,13 +77,6 @@ def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> Export
     save_head(folder / "head", config, tensors)
     method = {"method": files.form, "model": str(job.out / "head"), "num_speculative_tokens": tokens}
     return _written(job, folder, method, *notes)
-
-
-def save_head(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Write the configuration and the weights of a draft head to a new folder."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 def speculators_config(job: ExportJob, files: HeadFiles, tokens: int) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import kind
-from selfspec.export.exporter import DraftModel, ExportJob, Sublayers
+from selfspec.export.exporter import ExportJob
 from selfspec.llm.llm import LLM
 from selfspec.models.loading import load_model
+from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.types.draft_path import DraftPath
 
 FAMILIES = ("llama", "mistral", "qwen2")
@@ -160,22 +161,6 @@ def in_full(path: DraftPath) -> DraftPath:
     return DraftPath(path.skip)
 
 
-def check_shorter(job: ExportJob, drafts: Sublayers, engine: str, instead: str) -> None:
-    """Raise `SelfspecError` unless the path skips a whole layer.
-
-    Otherwise an unquantised draft model would cost as much as decoding. `engine`: the name of the engine. `instead`:
-    the alternative that the message names.
-    """
-    path, layers = drafts.path, job.llm.identity.layers
-    if path.runs(layers):
-        return
-    what = "no layer is skipped whole, and" if len(path.skip) else "all sub-layers run, and"
-    raise SelfspecError(
-        f"{what} {engine} runs drafts in the model's own precision: as a draft model they would take as long as "
-        f"decoding; {instead}"
-    )
-
-
 def describe_layers(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]:
     """Return a description of the draft model that a path keeps of a target with `layers` layers, and its limitations.
 
@@ -194,27 +179,20 @@ def describe_layers(path: DraftPath, layers: int) -> tuple[str, tuple[str, ...]]
     )
 
 
-def layers_folder(
-    job: ExportJob, drafts: Sublayers, folder: Path, generation: GenerationConfig | None = None
-) -> Weights:
-    """Write the layers that a path keeps as a model folder; return the weights that were written.
-
-    `generation`: the generation config to write (None: the target's).
-    """
-    weights = path_weights(weights_of(job.llm.model), drafts.path)
-    config = generation or job.llm.model.generation_config
-    save(folder, weights, job.llm.tokenizer, config)
-    return weights
+def layers_folder(job: ExportJob, path: DraftPath, folder: Path, generation: GenerationConfig | None = None) -> None:
+    """Write the layers that a path keeps as a model folder, with `generation` or the target's generation config."""
+    weights = path_weights(weights_of(job.llm.model), path)
+    save(folder, weights, job.llm.tokenizer, generation or job.llm.model.generation_config)
 
 
-def other_model(job: ExportJob, drafts: DraftModel) -> tuple[Any, Any]:
+def other_model(job: ExportJob, spec: ModelSpec) -> tuple[Any, Any]:
     """Return the draft model that a profile names and its tokenizer, loaded on the CPU.
 
     A folder beside the profile takes precedence over other names. Raises `SelfspecError` if loading fails.
     """
-    local_folder = None if job.profile.folder is None else job.profile.folder / drafts.spec.model
-    name = str(local_folder) if local_folder is not None and local_folder.is_dir() else drafts.spec.model
-    return load_model(name, device="cpu", dtype=drafts.spec.dtype)
+    local_folder = None if job.profile.folder is None else job.profile.folder / spec.model
+    name = str(local_folder) if local_folder is not None and local_folder.is_dir() else spec.model
+    return load_model(name, device="cpu", dtype=spec.dtype)
 
 
 def same_tokens(job: ExportJob, model: Any) -> bool:

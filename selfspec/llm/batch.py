@@ -28,6 +28,7 @@ from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt_template import Prompt
 from selfspec.types.draft_work import GUIDE, LOOKUP_WORK
+from selfspec.types.stats import Counts
 
 CHUNK = 512  # prefill chunk in tokens while no sequence is being decoded
 ROUNDS, MIN_CHUNK = 4.0, 128  # while sequences decode: highest cost of a chunk, in rounds; smallest chunk, in tokens
@@ -43,20 +44,16 @@ class BatchModel(Model, Protocol):
 
 
 @dataclass(slots=True)
-class BatchCounters:
+class BatchCounters(Counts):
     """Counters since the start of a batch.
 
-    `requests`: queued prompts. `tokens`: emitted tokens. `drafted`: drafted tokens that were verified, of which
-    `accepted` were accepted. `reused`: prompt tokens found in the KV cache. `evicted`: preemptions, after each of which
-    a sequence is prefilled again. `by_source`: accepted tokens by the name of the proposer or draft path.
-    `drafted_by_load`: verified drafted tokens by the number of sequences in the round.
+    `drafted` counts the drafted tokens that were verified. `requests`: queued prompts. `reused`: prompt tokens found in
+    the KV cache. `evicted`: preemptions, after each of which a sequence is prefilled again. `by_source`: accepted
+    tokens by the name of the proposer or draft path. `drafted_by_load`: verified drafted tokens by the number of
+    sequences in the round.
     """
 
     requests: int = 0
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
     reused: int = 0
     evicted: int = 0
     by_source: Counter[str] = field(default_factory=Counter)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from selfspec.basics.files import cached_file, read_cached, write_cached
+from selfspec.basics.files import cached_file, read_cached, table_of, write_cached
 from selfspec.basics.machine import clock, synchronise
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
@@ -198,9 +198,6 @@ def _file(runtime: Runtime, path: DraftPath) -> Path:
 
 def _validated(data: Any) -> Shares | None:
     """Return costs read from JSON in the form that `measure_costs` returns; None if the data is not of that form."""
-    try:
-        shares = {str(name): {int(rows): float(share) for rows, share in costs.items()} for name, costs in data.items()}
-    except (AttributeError, TypeError, ValueError):
-        return None
-    sound = set(shares) == {"round", "draft"} and {1, 2} <= set(shares["round"]) and 1 in shares["draft"]
-    return shares if sound and all(0 < x < math.inf for costs in shares.values() for x in costs.values()) else None
+    shares = table_of(data)
+    sound = shares and set(shares) == {"round", "draft"} and {1, 2} <= set(shares["round"]) and 1 in shares["draft"]
+    return shares if sound else None

@@ -7,6 +7,7 @@ the annotations, so this module does not postpone them; types of heavy modules a
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from selfspec.basics.errors import SelfspecError
@@ -22,18 +23,10 @@ if TYPE_CHECKING:
     from selfspec.text.guided import Guide
 
 DEFAULT_NEW_TOKENS = 128
-_SAMPLING = "Sampling"
-TopK = Annotated[
-    int | None,
-    Option(min=1, metavar="N", help="Sample from the N most probable tokens only.", panel=_SAMPLING),
-]
+_sampling = partial(Option, panel="Sampling")
+TopK = Annotated[int | None, _sampling(min=1, metavar="N", help="Sample from the N most probable tokens only.")]
 TopP = Annotated[
-    float | None,
-    Option(
-        metavar="X",
-        help="Sample from the most probable tokens with total probability X.",
-        panel=_SAMPLING,
-    ),
+    float | None, _sampling(metavar="X", help="Sample from the most probable tokens with total probability X.")
 ]
 
 
@@ -66,11 +59,10 @@ class Options:
     top_p: TopP = None
     seed: Annotated[
         int | None,
-        Option(
+        _sampling(
             min=-1,
             metavar="N",
             help="Seed that makes sampling repeatable, and the same with and without drafting; -1: none.",
-            panel=_SAMPLING,
         ),
     ] = None
     stop: str | Sequence[str] = ()

@@ -23,7 +23,7 @@ from selfspec.llm.stream import Generation
 from selfspec.profile.schema import Measurement
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.worker_group import check_runtime_unsharded
-from selfspec.speculation.drafter import Drafter, Limit
+from selfspec.speculation.drafter import DelegatingDrafter, Drafter, Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt_template import Prompt
@@ -138,30 +138,14 @@ def method(
     return run
 
 
-class _Timed:
+class _Timed(DelegatingDrafter):
     """A drafter whose calls of `propose` are timed; on a GPU, only until the kernels are launched."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.begin, self.observe, self.end, self.max_work = (
-            drafter.begin,
-            drafter.observe,
-            drafter.end,
-            drafter.max_work,
-        )
-        self.seconds = 0.0
-
-    @property
-    def hidden(self) -> Sequence[int]:
-        return self._drafter.hidden
-
-    @property
-    def drafts(self) -> bool:
-        return self._drafter.drafts
+    seconds = 0.0
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         begun = time.perf_counter()
-        drafts = self._drafter.propose(seqs, limits)
+        drafts = super().propose(seqs, limits)
         self.seconds += time.perf_counter() - begun
         return drafts
 

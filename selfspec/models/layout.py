@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import cached_file, read_cached, write_cached
+from selfspec.basics.files import cached_file, read_cached, table_of, write_cached
 from selfspec.basics.machine import release_memory
 from selfspec.models.families import Parts, is_lean, parts_of
 from selfspec.models.half_storage import half_of, nativise_exactly_, nativise_model_
@@ -392,9 +392,6 @@ def _path(parts: Parts) -> Path:
 
 def _sound(data: Any) -> Times | None:
     """Parse cached JSON, whose keys are strings, to `Times`; None if a width is missing or a value is invalid."""
-    try:
-        times = {str(layout): {int(w): float(t) for w, t in row.items()} for layout, row in data.items()}
-    except (AttributeError, TypeError, ValueError):
-        return None
+    times = table_of(data) or {}
     sound = "rows" in times and all(layout in LAYOUTS and set(row) == set(WIDTHS) for layout, row in times.items())
-    return times if sound and all(0 < t < float("inf") for row in times.values() for t in row.values()) else None
+    return times if sound else None

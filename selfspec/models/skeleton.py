@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,79 +32,31 @@ ENDLESS = 2**20  # positions of a model whose configuration sets no limit
 ORIGINAL = "original_max_position_embeddings"
 
 
-class ModelOutline(Protocol):
-    """The sizes, identity and modules of a model: a `Skeleton`, or an `Outline` for a model of any family.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The identity, sizes and limits of a model.
 
-    An `Outline` raises `UnsupportedModelError` for what takes the model apart:
-    `parts`, `blocks`, `norms`, `quantizer` and `gain`.
+    `context` is the number of supported positions, and `context_reason` the reason for that number. `ends` are the end
+    tokens. `device` is the device of input tokens and output logits.
     """
 
-    @property
-    def embed(self) -> Call:
-        """The map from token ids `[B, n]` to the residual stream `[B, n, D]`."""
-
-    @property
-    def identity(self) -> Identity:
-        """The model's identity."""
-
-    @property
-    def sizes(self) -> Sizes:
-        """The model's sizes and dtype."""
-
-    @property
-    def context(self) -> int:
-        """The number of supported positions."""
-
-    @property
-    def context_reason(self) -> str:
-        """The reason for that number."""
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The end tokens."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of input tokens and output logits."""
-
-    @property
-    def head_over(self) -> Callable[[Sequence[int]], Call | None]:
-        """A function from tokens to a head over them, or to None if there is none."""
-
-    @property
-    def parts(self) -> Parts:
-        """The model's modules."""
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The layers' blocks."""
-
-    @property
-    def norms(self) -> Norms:
-        """The norms, which follow weight changes."""
-
-    @property
-    def quantizer(self) -> QuantizedSublayers:
-        """The factory of quantised sub-layers and heads."""
-
-    @property
-    def gain(self) -> Tensor:
-        """The factor `[D]` of the last norm."""
-
-    def refresh(self) -> None:
-        """Update what was copied from weights that have changed."""
+    identity: Identity
+    sizes: Sizes
+    context: int
+    context_reason: str
+    ends: frozenset[int]
+    device: torch.device
 
 
-@dataclass(frozen=True, slots=True)
-class Skeleton:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skeleton(ModelFacts):
     """A model as the runtime sees it.
 
     `embed` maps token ids `[B, n]` to the residual stream `[B, n, D]`. `blocks` are the layers. `norm` and `head`
     compute logits from rows of the residual stream. `head_over(tokens)` returns a head that computes only the logits of
     `tokens`, or None if the head's weight cannot be read. `attention_specs` are the layers' windows and RoPE. `scaling`
-    multiplies the products of queries and keys. `context` is the number of supported positions, and `context_reason`
-    the reason for that number. `ends` are the end tokens. `device` is the device of input tokens and output logits.
-    `norms` updates the norms after weight changes. `quantizer` makes quantised sub-layers and heads.
+    multiplies the products of queries and keys. `norms` updates the norms after weight changes. `quantizer` makes
+    quantised sub-layers and heads.
     """
 
     embed: Call
@@ -114,12 +66,6 @@ class Skeleton:
     head_over: Callable[[Sequence[int]], Call | None]
     attention_specs: tuple[AttentionSpec, ...]
     scaling: float
-    identity: Identity
-    sizes: Sizes
-    context: int
-    context_reason: str
-    ends: frozenset[int]
-    device: torch.device
     norms: Norms
     quantizer: QuantizedSublayers
 

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import FAMILIES
 from selfspec.models.families.base import Sizes
-from selfspec.models.skeleton import context_of, decoder_part, ends_of, read_identity
-from selfspec.types.identity import Identity
+from selfspec.models.skeleton import ModelFacts, Skeleton, context_of, decoder_part, ends_of, read_identity
 
 Forwards = Mapping[nn.Module, Callable[..., Any]]
 """Functions that run in place of modules' own forwards."""
@@ -70,20 +68,14 @@ def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
     return next((child for own, child in named if name.fullmatch(own)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline(ModelFacts):
     """The properties of a `Skeleton` that are known for a model that runs through its own forward.
 
-    `parts`, `blocks`, `norms`, `quantizer` and `gain` raise `UnsupportedModelError`.
+    `parts`, `blocks`, `norms`, `quantizer` and `gain` raise `UnsupportedModelError`, as its modules are unknown.
     """
 
     embed: Callable[[Tensor], Tensor]
-    identity: Identity
-    sizes: Sizes
-    context: int
-    context_reason: str
-    ends: frozenset[int]
-    device: torch.device
     name: str
 
     def refresh(self) -> None:
@@ -99,25 +91,11 @@ class Outline:
             f"{self.name} runs through its own forward, without access to its modules; expected {', '.join(FAMILIES)}"
         )
 
-    @property
-    def blocks(self) -> Any:
-        """The layers' blocks. Raises `UnsupportedModelError`, as the modules are unknown."""
-        return self.parts
+    blocks = norms = quantizer = gain = parts
 
-    @property
-    def norms(self) -> Any:
-        """The norms. Raises `UnsupportedModelError`, as the modules are unknown."""
-        return self.parts
 
-    @property
-    def quantizer(self) -> Any:
-        """The factory of quantised sub-layers. Raises `UnsupportedModelError`, as the modules are unknown."""
-        return self.parts
-
-    @property
-    def gain(self) -> Any:
-        """The factor of the last norm. Raises `UnsupportedModelError`, as the modules are unknown."""
-        return self.parts
+ModelOutline = Skeleton | Outline
+"""The sizes, identity and modules of a model, as far as they are known."""
 
 
 def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:

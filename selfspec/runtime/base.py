@@ -1,4 +1,4 @@
-"""The interface of a runtime, and what both kinds of runtime share: a KV cache, its sessions, and compiled paths."""
+"""The base of runtimes: the interface, and what both kinds share: a KV cache, its sessions, and compiled paths."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.families.base import Block
+from selfspec.models.families.base import Block, SubLayer
 from selfspec.models.quantized_sublayers import Int4Weights, Trained
-from selfspec.models.skeleton import ModelOutline
+from selfspec.models.structure import ModelOutline
+from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath, PathCache
 from selfspec.runtime.device_rounds import DeviceRounds
@@ -24,177 +25,40 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import DraftPath, Mode
 
+Logits = Literal["all", "last"] | None
 
-class Runtime(Protocol):
+
+class Wanted(NamedTuple):
+    """What a pass returns: logits, and hidden states before and within layers; see `Runtime.forward`."""
+
+    logits: Logits
+    hidden: Sequence[int] = ()
+    between: Sequence[int] = ()
+
+
+class Runtime(ABC):
     """A `transformers` model with a KV cache, ready to run in full or along draft paths.
 
     `rows`: the number of sequences that the cache holds. `trees`: whether drafts may be token trees.
     `supports_trained`: whether draft paths may use trained weights. `native`: whether full passes of any length are
-    native. `pool`: the block tables of a paged cache, or None.
-    """
-
-    model: Any
-    layers: int
-    device: torch.device
-    dtype: torch.dtype
-    rows: int
-    trees: bool
-    supports_trained: bool
-    native: bool
-    pool: BlockTables | None
-    cache: Cache | PagedCache
-    turn_lock: TurnLock
-
-    @property
-    def skeleton(self) -> ModelOutline:
-        """The model's sizes, identity and modules, as far as they are known."""
-
-    @property
-    def device_rounds(self) -> DeviceRounds | None:
-        """Captured rounds of the present cache; None if rounds run on the host."""
-
-    def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Runtime:
-        """Return another runtime over the same model, with its own cache for `rows` sequences.
-
-        Both runtimes share compiled paths, so that no weight is quantised twice. `blocks`: the number of blocks of a
-        new paged cache. `pool`: the pool of another paged cache, whose block tables the new cache shares. Raises
-        `SelfspecError` if the model has no native passes, which alone read paged caches, and `UnsupportedModelError`
-        for several rows if the model decodes one sequence at a time.
-        """
-
-    def session(self, slots: int, *, reuse: bool = False) -> AbstractContextManager[None]:
-        """Lock the runtime for one caller, which needs `slots` cache slots per row.
-
-        Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
-
-        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
-        """
-
-    def reserve(self, slots: int) -> None:
-        """Grow the cache to at least `slots` slots per row, keeping committed slots. Call within a session.
-
-        Raises `SelfspecError` if memory runs out, or if a paged cache has fewer slots per row. Committed slots are kept
-        after an error, too.
-        """
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: int | Tensor,
-        *,
-        path: CompiledPath | None = None,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-        logits: Literal["all", "last"] | None = "all",
-        hidden: Sequence[int] = (),
-        between: Sequence[int] = (),
-    ) -> ForwardOutput:
-        """Run `tokens` `[B, n]` through the model, or along a draft `path` that `compile` returned.
-
-        `positions` and `slots` are `[B, n]`, or an int: consecutive numbers from the int on, the same for every row.
-        `slots` defaults to the positions. `mask` `[B, n, S]` is true where a token attends to one of the first S slots;
-        by default a token attends to all slots up to its own slot. Keys and values are written before they are read.
-        `rows` selects B cache rows. `logits`: whether to compute logits for all tokens, only for the last token of each
-        row, or for none (None). `hidden`: layers whose input hidden states are returned (the number of layers: the last
-        layer's output). `between`: layers whose hidden states between attention and MLP are returned. A skipped
-        sub-layer adds nothing to the residual stream and writes no keys or values.
-        """
-
-    def forward_drafts(
-        self,
-        placed: Sequence[PlacedDraft],
-        *,
-        path: CompiledPath | None = None,
-        hidden: Sequence[int] = (),
-        logits: bool = True,
-    ) -> list[ForwardOutput]:
-        """Run one pass over drafts of several sequences, one cache row each.
-
-        Returns an output `[1, 1 + m, ..]` for each draft of m tokens: the draft's root comes first, then its tokens. On
-        a native path each output is bitwise equal to the output of a pass over this draft alone. `logits`: whether to
-        compute logits. `path` and `hidden` are as in `forward`.
-        """
-
-    def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a draft path for `forward`; the same path is compiled only once while it is in use.
-
-        A head over a draft vocabulary copies the vocabulary's rows of the head's weight. Raises `SelfspecError` for
-        layers, tokens and trained weights that the model does not have, and for a draft vocabulary if the head's weight
-        cannot be read (quantised, adapted, offloaded).
-        """
-
-    def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
-        """Capture what the rounds of a sequence will run, if passes are captured and this has not been done.
-
-        These are draft steps along `path`, and verification passes over a few tokens that return the hidden states of
-        the layers `hidden`. Call within a session, before any round is timed: the sequence in cache row `row` has
-        `start` committed slots, and the slots after them are overwritten.
-        """
-
-    def extra_bytes(self, path: DraftPath) -> int:
-        """Return the bytes of memory that a draft path needs in addition to the model."""
-
-    def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
-        """Return the bytes that a sub-layer or the head needs in addition in `mode`, or None if it cannot be quantised.
-
-        `part`: "attention" or "mlp" of layer `index`, or "head". Modes without quantised weights need 0 bytes.
-        """
-
-    def register_trained(self, name: str, trained: Trained) -> None:
-        """Register trained weights under the name that draft paths use; a name already registered is kept.
-
-        Raises `UnsupportedModelError` if the runtime does not support trained paths.
-        """
-
-    def unregister_trained(self, name: str) -> None:
-        """Unregister the trained weights of a name; compiled paths keep the weights they use."""
-
-    def register_int4(self, name: str, weights: Int4Weights) -> None:
-        """Register int4 weights under the name that draft paths use, in place of weights registered before."""
-
-    def using_int4(self, name: str) -> AbstractContextManager[None]:
-        """Let paths that name no int4 weights use those registered under `name`, while the context lasts."""
-
-    def branch(
-        self,
-        index: int,
-        part: Literal["attention", "mlp"],
-        x: Tensor,
-        positions: int | Tensor,
-        *,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-    ) -> Tensor:
-        """Return the output of a sub-layer of layer `index` for hidden states `x` `[B, n, D]`, without adding `x`.
-
-        The other arguments are as in `forward`.
-        """
-
-    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
-        """Return the output of layer `index`, run as `block`, for the hidden states `x` `[1, n, D]` of a whole text.
-
-        The text's keys and values overwrite those in row 0 of the cache. Call within a session. Raises
-        `UnsupportedModelError` if the model runs by its own forward.
-        """
-
-
-class CachedRuntime(ABC):
-    """Base of the runtimes: the cache's life, sessions, and compiled paths.
+    native. `pool`: the block tables of a paged cache, or None. `skeleton`: the model's sizes, identity and modules, as
+    far as they are known.
 
     A subclass sets `model`, `layers`, `device`, `dtype`, `skeleton` and `_paths`, and then calls `_reset`.
     """
 
-    trees = True
-    supports_trained = True
-    native = False
     model: Any
-    skeleton: Any  # a `ModelOutline`; a subclass has its own type
+    skeleton: ModelOutline
     layers: int
     device: torch.device
     dtype: torch.dtype
+    rows: int
+    trees = True
+    supports_trained = True
+    native = False
+    pool: BlockTables | None
     cache: Cache | PagedCache
+    turn_lock: TurnLock
     _paths: PathCache
     _of_cache: ClassVar[tuple[str, ...]] = ("cache",)  # attributes replaced together with the cache
 
@@ -215,14 +79,25 @@ class CachedRuntime(ABC):
         self.skeleton.refresh()
 
     def with_new_cache(self, *, rows: int = 1, blocks: int | None = None, pool: BlockTables | None = None) -> Self:
-        """Return another runtime over the same model, as `Runtime.with_new_cache` does."""
+        """Return another runtime over the same model, with its own cache for `rows` sequences.
+
+        Both runtimes share compiled paths, so that no weight is quantised twice. `blocks`: the number of blocks of a
+        new paged cache. `pool`: the pool of another paged cache, whose block tables the new cache shares. Raises
+        `SelfspecError` if the model has no native passes, which alone read paged caches, and `UnsupportedModelError`
+        for several rows if the model decodes one sequence at a time.
+        """
         other = copy.copy(self)
         other._reset(rows, pool if blocks is None else BlockTables(blocks))
         return other
 
     @contextmanager
     def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
-        """Lock the runtime for one caller, as `Runtime.session` does."""
+        """Lock the runtime for one caller, which needs `slots` cache slots per row.
+
+        Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
+
+        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
+        """
         self.turn_lock.acquire()
         try:
             for row in range(0 if reuse else self.rows):
@@ -234,7 +109,11 @@ class CachedRuntime(ABC):
             self.turn_lock.release()
 
     def reserve(self, slots: int) -> None:
-        """Grow the cache as `Runtime.reserve` does."""
+        """Grow the cache to at least `slots` slots per row, keeping committed slots. Call within a session.
+
+        Raises `SelfspecError` if memory runs out, or if a paged cache has fewer slots per row. Committed slots are kept
+        after an error, too.
+        """
         if slots <= self.cache.slots:
             return
         if self.pool is not None:
@@ -264,7 +143,6 @@ class CachedRuntime(ABC):
             raise SelfspecError("paged KV cache: this pass is not native; expected a native pass or a static cache")
         return self.cache
 
-    @abstractmethod
     def forward(
         self,
         tokens: Tensor,
@@ -274,11 +152,27 @@ class CachedRuntime(ABC):
         slots: int | Tensor | None = None,
         mask: Tensor | None = None,
         rows: slice = ALL_ROWS,
-        logits: Literal["all", "last"] | None = "all",
+        logits: Logits = "all",
         hidden: Sequence[int] = (),
         between: Sequence[int] = (),
     ) -> ForwardOutput:
-        """Run tokens as `Runtime.forward` does."""
+        """Run `tokens` `[B, n]` through the model, or along a draft `path` that `compile` returned.
+
+        `positions` and `slots` are `[B, n]`, or an int: consecutive numbers from the int on, the same for every row.
+        `slots` defaults to the positions. `mask` `[B, n, S]` is true where a token attends to one of the first S slots;
+        by default a token attends to all slots up to its own slot. Keys and values are written before they are read.
+        `rows` selects B cache rows. `logits`: whether to compute logits for all tokens, only for the last token of each
+        row, or for none (None). `hidden`: layers whose input hidden states are returned (the number of layers: the last
+        layer's output). `between`: layers whose hidden states between attention and MLP are returned. A skipped
+        sub-layer adds nothing to the residual stream and writes no keys or values.
+        """
+        batch, n = tokens.shape
+        inputs = PassInputs(batch, n, positions, positions if slots is None else slots, mask, rows)
+        return self.run_pass(tokens, inputs, path, Wanted(logits, hidden, between))
+
+    @abstractmethod
+    def run_pass(self, tokens: Tensor, inputs: PassInputs, path: CompiledPath | None, wanted: Wanted) -> ForwardOutput:
+        """Run a pass as `forward` does."""
 
     def forward_drafts(
         self,
@@ -288,29 +182,54 @@ class CachedRuntime(ABC):
         hidden: Sequence[int] = (),
         logits: bool = True,
     ) -> list[ForwardOutput]:
-        """Run one pass over drafts of several sequences as `Runtime.forward_drafts` does."""
-        wanted: Literal["all"] | None = "all" if logits else None
+        """Run one pass over drafts of several sequences, one cache row each.
+
+        Returns an output `[1, 1 + m, ..]` for each draft of m tokens: the draft's root comes first, then its tokens. On
+        a native path each output is bitwise equal to the output of a pass over this draft alone. `logits`: whether to
+        compute logits. `path` and `hidden` are as in `forward`.
+        """
+        return self.run_drafts(placed, path, Wanted("all" if logits else None, hidden))
+
+    def run_drafts(
+        self, placed: Sequence[PlacedDraft], path: CompiledPath | None, wanted: Wanted
+    ) -> list[ForwardOutput]:
+        """Run drafts as `forward_drafts` does: in one pass, or one after the other if drafts may not be trees.
+
+        A model that takes no tree masks takes no batches of padded drafts either.
+        """
+        if len(placed) > 1 and not self.trees:
+            return [output for entry in placed for output in self.run_drafts([entry], path, wanted)]
         tokens, positions, slots, mask, rows, batch_rows = lay_out(
             placed, spare=self._static_cache.spare, device=self.device
         )
         step = self.forward(
-            tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted, hidden=hidden
+            tokens, positions, path=path, slots=slots, mask=mask, rows=rows, logits=wanted.logits, hidden=wanted.hidden
         )
         if len(placed) == 1:
             return [step]
         return [step.part(row, 1 + len(placement.draft)) for row, placement in zip(batch_rows, placed, strict=True)]
 
     def compile(self, path: DraftPath) -> CompiledPath:
-        """Compile a draft path, as `Runtime.compile` does."""
+        """Compile a draft path for `forward`; the same path is compiled only once while it is in use.
+
+        A head over a draft vocabulary copies the vocabulary's rows of the head's weight. Raises `SelfspecError` for
+        layers, tokens and trained weights that the model does not have, and for a draft vocabulary if the head's weight
+        cannot be read (quantised, adapted, offloaded).
+        """
         return self._paths.get(path)
 
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
-        """Do nothing: no passes are captured."""
+        """Capture what the rounds of a sequence will run, if passes are captured and this has not been done.
+
+        These are draft steps along `path`, and verification passes over a few tokens that return the hidden states of
+        the layers `hidden`. Call within a session, before any round is timed: the sequence in cache row `row` has
+        `start` committed slots, and the slots after them are overwritten.
+        """
         return
 
     @property
     def device_rounds(self) -> DeviceRounds | None:
-        """None: no rounds are captured."""
+        """Captured rounds of the present cache; None if rounds run on the host."""
         return None
 
     def extra_bytes(self, path: DraftPath) -> int:
@@ -318,11 +237,17 @@ class CachedRuntime(ABC):
         return self._paths.bytes(path)
 
     def part_bytes(self, part: str, index: int, mode: Mode) -> int | None:
-        """Return the bytes of a part in a mode, as `Runtime.part_bytes` does."""
+        """Return the bytes that a sub-layer or the head needs in addition in `mode`, or None if it cannot be quantised.
+
+        `part`: "attention" or "mlp" of layer `index`, or "head". Modes without quantised weights need 0 bytes.
+        """
         return self._paths.part_bytes(part, index, mode)
 
     def register_trained(self, name: str, trained: Trained) -> None:
-        """Register trained weights under the name that draft paths use; a name already registered is kept."""
+        """Register trained weights under the name that draft paths use; a name already registered is kept.
+
+        Raises `UnsupportedModelError` if the runtime does not support trained paths.
+        """
         self._paths.register_trained(name, trained)
 
     def unregister_trained(self, name: str) -> None:
@@ -336,3 +261,35 @@ class CachedRuntime(ABC):
     def using_int4(self, name: str) -> AbstractContextManager[None]:
         """Let paths that name no int4 weights use those registered under `name`, while the context lasts."""
         return self._paths.using_int4(name)
+
+    def branch(
+        self,
+        index: int,
+        part: SubLayer,
+        x: Tensor,
+        positions: int | Tensor,
+        *,
+        slots: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        rows: slice = ALL_ROWS,
+    ) -> Tensor:
+        """Return the output of a sub-layer of layer `index` for hidden states `x` `[B, n, D]`, without adding `x`.
+
+        The other arguments are as in `forward`.
+        """
+        batch, n, _ = x.shape
+        return self.run_branch(
+            index, part, x, PassInputs(batch, n, positions, positions if slots is None else slots, mask, rows)
+        )
+
+    @abstractmethod
+    def run_branch(self, index: int, part: SubLayer, x: Tensor, inputs: PassInputs) -> Tensor:
+        """Run a sub-layer as `branch` does."""
+
+    @abstractmethod
+    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
+        """Return the output of layer `index`, run as `block`, for the hidden states `x` `[1, n, D]` of a whole text.
+
+        The text's keys and values overwrite those in row 0 of the cache. Call within a session. Raises
+        `UnsupportedModelError` if the model runs by its own forward.
+        """

@@ -1,4 +1,4 @@
-"""Noise tied to sequence positions, on the device before a round reads it: drawn ahead by a thread of its own."""
+"""Random numbers on the device before a round reads them: noise tied to positions, and numbers of samplers' streams."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from selfspec.speculation.host_sync import to_device
 from selfspec.speculation.sampling import Sampler
 
 POSITIONS = 32  # positions of a cache row whose noise is kept: more than two rounds can read
 MOST_BYTES = 2**30  # most memory for the noise of all cache rows
+NUMBERS = 512  # random numbers kept for each cache row: far more than two rounds can use
 
 
 @dataclass(slots=True)
@@ -73,3 +75,30 @@ class TiedNoise:
         """Return the noise `[B, n, V]` of positions `[B, n]` in the B cache `rows`; can be captured."""
         places = self._firsts[rows] + positions % POSITIONS
         return self.values.flatten(0, 1).index_select(0, places.flatten()).view(*positions.shape, -1)
+
+
+class StreamNumbers:
+    """The next random numbers of untied samplers, for each cache row; number i is at i modulo `NUMBERS`.
+
+    How many numbers a round uses depends on its outcome, so that where it begins in the stream is known on the device
+    alone until it was read.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.values = torch.zeros(rows, NUMBERS, dtype=torch.float64, device=device)
+        self._sent: dict[int, tuple[Sampler, range]] = {}
+
+    def send(self, row: int, sampler: Sampler, count: int) -> None:
+        """Copy a sampler's next numbers to the device, unless the next `count` are there. None of them is used."""
+        first = sampler.numbers_used
+        known, sent = self._sent.get(row, (None, range(0)))
+        if known is sampler and sent.start <= first and first + count <= sent.stop:
+            return
+        numbers = torch.tensor(sampler.upcoming(NUMBERS), dtype=torch.float64).roll(first % NUMBERS)
+        self.values[row].copy_(to_device(numbers, self.values.device))
+        self._sent[row] = sampler, range(first, first + NUMBERS)
+
+    def at(self, first: Tensor, count: int, rows: slice) -> Tensor:
+        """Return `count` numbers of each of the B cache `rows`, from number `first` `[B]` on, `[B, count]`."""
+        steps = torch.arange(count, device=first.device)
+        return self.values[rows].gather(1, (first.unsqueeze(1) + steps) % NUMBERS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -22,14 +22,15 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError, reason, switched
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath
 from selfspec.runtime.cuda_graphs import ROWS, SHAPES, Graphs, Replay
-from selfspec.runtime.device_noise import TiedNoise
+from selfspec.runtime.device_noise import StreamNumbers, TiedNoise
+from selfspec.runtime.device_rules import SAMPLED, Drafts, follow, sample
 from selfspec.runtime.device_tokens import Chosen, choose, confidences, goes_on, leading
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.host_sync import Transfer, to_device
-from selfspec.speculation.rules import greedy, match
+from selfspec.speculation.rules import Rule, greedy, match
 from selfspec.speculation.sampling import NO_TOKEN, Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PROBABILITY, Confidence
@@ -78,7 +79,7 @@ class _Key(NamedTuple):
     kv_len: int
     first_row: int
     batch: int
-    tied: bool
+    rule: Rule
     settings: Hashable
     confidence: Confidence
     knots: int
@@ -92,7 +93,7 @@ class _Key(NamedTuple):
 class _Result(NamedTuple):
     """A captured round's tensors: `state`, as the next round reads it; `numbers`, all that the host reads.
 
-    `logits` and `p` `[B, 1 + length, V]` are those of the verification pass; p only with tied noise.
+    `logits` and `p` `[B, 1 + length, V]` are those of the verification pass; p only in sampling.
     """
 
     state: Tensor
@@ -125,9 +126,10 @@ class DeviceRounds:
     """The captured rounds of one cache. `full`: the whole model's path.
 
     A round reads the tensors `_state` (of each cache row: the root, its slot, and the most tokens that the sequence may
-    ever have), `_ends`, `_rules` (the stopping rules) and `_noise`. It is over all rows of a block, see `block_of`. A
-    row without a sequence, or whose sequence has ended, which the device finds out by itself, is padding: it writes to
-    the spare slot, which nobody reads, and its most tokens are 0.
+    ever have, and how many random numbers its sampler has used), `_ends`, `_rules` (the stopping rules), and `_noise`
+    or `_numbers`. It is over all rows of a block, see `block_of`. A row without a sequence, or whose sequence has
+    ended, which the device finds out by itself, is padding: it writes to the spare slot, which nobody reads, and its
+    most tokens are 0.
     """
 
     def __init__(self, graphs: Graphs, full: CompiledPath) -> None:
@@ -135,12 +137,13 @@ class DeviceRounds:
         self._graphs, self._full, self._cache = graphs, full, graphs.passes.cache
         device, rows = graphs.device, self._cache.rows
         self._device = device
-        self._state = torch.zeros(rows, 3, dtype=torch.long, device=device)
+        self._state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         self._ends = torch.full((rows, _ENDS), -1, device=device)
         self._steps = torch.arange(1 + LENGTHS[-1], device=device)
         self._rules: dict[int, Tensor] = {}  # of each cache row, by the number of the curve's knots
         self._sent_rules: list[StoppingRule] = []
         self._noise: TiedNoise | None = None
+        self._numbers = StreamNumbers(rows, device)
         self._made: WeakKeyDictionary[LeanPath, dict[_Key, _Captured]] = WeakKeyDictionary()
         self._refused: set[Hashable] = set()  # settings of samplers with which no round can be captured
 
@@ -163,15 +166,17 @@ class DeviceRounds:
         assert isinstance(path, LeanPath)
         unread = 0 if before is None else 1 + before.plan.length
         ends = [len(seq.tokens) + unread + length for seq in seqs]  # at most: slots before these are written
-        settings, knots = self._settings(seqs), {_knots(rule) for rule in plan.stopping} or {0}
+        settings, knots = self._settings(seqs), {_knots(stopping) for stopping in plan.stopping} or {0}
         if settings is None or len(knots) > 1 or max(ends) > self._graphs.end:
             return None
         block = block_of([seq.row for seq in seqs], self._cache.rows)
         batch, kv_len = block.stop - block.start, self._graphs.kv_len(max(ends))
-        key = _Key(length, kv_len, block.start, batch, sampler.tied, settings, plan.confidence, *knots)
-        if sampler.tied:
-            for seq, end in zip(seqs, ends, strict=True):
+        key = _Key(length, kv_len, block.start, batch, seqs[0].verification_rule(), settings, plan.confidence, *knots)
+        for seq, end in zip(seqs, ends, strict=True):
+            if key.rule is match:
                 self._noise_sent(seq, end + 1)
+            elif key.rule in SAMPLED:
+                self._numbers.send(seq.row, seq.sampler, 2 * (unread + length) + 1)
         if before is None:
             self._send_state(seqs)
         else:
@@ -202,12 +207,11 @@ class DeviceRounds:
         numbers = [rows[seq.row - flight.first_row] for seq in seqs]
         if not all(possible for _, _, _, possible, *_ in numbers):
             raise SelfspecError(NO_TOKEN)
-        return [self._committed(flight, seq, *of_seq) for seq, of_seq in zip(seqs, numbers, strict=True)]
+        return [self._committed(flight, seq, of_seq) for seq, of_seq in zip(seqs, numbers, strict=True)]
 
-    def _committed(
-        self, flight: Flight, seq: SequenceState, token: int, drafted: int, accepted: int, _: int, *others: int
-    ) -> Outcome:
-        """Commit a sequence's part of a round; `others` are the drafted tokens, and the bits of their confidences."""
+    def _committed(self, flight: Flight, seq: SequenceState, numbers: Sequence[int]) -> Outcome:
+        """Commit a sequence's part of a round. `numbers` end with the drafted tokens and their confidences' bits."""
+        token, drafted, accepted, _, used, *others = numbers
         length, row = flight.plan.length, seq.row - flight.first_row
         draft, path = NO_DRAFT, tuple(range(accepted))
         if drafted:
@@ -219,22 +223,25 @@ class DeviceRounds:
                 sources=[flight.plan.source] * drafted,
             )
         self._cache.commit(seq.row, path)
+        seq.sampler.skip(used)
         emitted = seq.emit([*others[:accepted], token])
         p = None if flight.p is None else flight.p[row, : 1 + drafted]
         return Outcome(draft, path, emitted, ForwardOutput(flight.logits[row : row + 1, : 1 + drafted]), p)
 
     def _settings(self, seqs: Sequence[SequenceState]) -> Hashable | None:
         """Return the settings of the sequences' samplers; None if a round with them has to run on the host."""
-        sampler = seqs[0].sampler
-        settings, rule = sampler.plain_settings, match if sampler.tied else greedy
+        settings, rule = seqs[0].sampler.plain_settings, seqs[0].verification_rule()
         fits = all(
             seq.verification_rule() is rule
+            and rule in _rules_for(seq.sampler)
             and seq.continuation is None
             and len(seq.ends) <= _ENDS
             and seq.sampler.plain_settings == settings
             for seq in seqs
         )
-        fits = fits and (not sampler.tied or TiedNoise.fits(self._cache.rows, self._vocabulary))
+        fits = fits and (rule is not match or TiedNoise.fits(self._cache.rows, self._vocabulary))
+        # Sequences that share a stream would have to use its numbers one after the other.
+        fits = fits and (rule not in SAMPLED or len({seq.sampler for seq in seqs}) == len(seqs))
         return settings if fits and settings not in self._refused else None
 
     @property
@@ -243,10 +250,10 @@ class DeviceRounds:
 
     def _send_state(self, seqs: Sequence[SequenceState]) -> None:
         """Copy the state of each cache row to the device."""
-        state, ends = [[0, 0, 0]] * self._cache.rows, [[-1] * _ENDS] * self._cache.rows
+        state, ends = [[0, 0, 0, 0]] * self._cache.rows, [[-1] * _ENDS] * self._cache.rows
         for seq in seqs:
             known = len(seq.tokens)
-            state[seq.row] = [seq.tokens[-1], known - 1, known + seq.remaining]
+            state[seq.row] = [seq.tokens[-1], known - 1, known + seq.remaining, seq.sampler.numbers_used]
             ends[seq.row] = [*seq.ends, *[-1] * (_ENDS - len(seq.ends))]
         self._state.copy_(torch.tensor(state))
         self._ends.copy_(torch.tensor(ends))
@@ -284,10 +291,11 @@ class DeviceRounds:
             return (tokens.unsqueeze(-1) == self._ends[rows].unsqueeze(1)).any(-1)
 
         def body() -> _Result:
-            root, start, longest = self._state[rows].unbind(1)
+            root, start, longest, used = self._state[rows].unbind(1)
             stopped, numbers = (longest <= start + 1).unsqueeze(1), start.unsqueeze(1) + steps
             slots, positions = numbers.masked_fill(stopped, self._cache.spare), numbers.masked_fill(stopped, 0)
-            noise = self._noise.at(positions + 1, rows) if key.tied and self._noise is not None else None
+            noise = self._noise.at(positions + 1, rows) if key.rule is match and self._noise is not None else None
+            random = self._numbers.at(used, 2 * length + 1, rows) if key.rule in SAMPLED else None
             if self._cache.positions is not None:
                 self._cache.set_positions(positions, slots, 1 + length, rows)
             chosen, sure, token = list[Chosen](), list[Tensor](), root
@@ -296,28 +304,34 @@ class DeviceRounds:
             ]  # one copy for all steps
             for i in range(length):
                 _, scores = self._scores(path, token.unsqueeze(1), places[0][i], places[1][i], key, sampler, narrow)
-                chosen.append(choose(scores, None if noise is None else noise[:, i]))
+                chosen.append(choose(scores, *(None if of is None else of[:, i] for of in (noise, random))))
                 sure.append(confidences(chosen[-1], key.confidence))
                 token = chosen[-1].tokens
             tokens = torch.stack([root, *(one.tokens for one in chosen)], 1)
             logits, scores = self._scores(self._full, tokens, slots, positions, key, sampler, wide)
-            target = choose(scores, None if noise is None else noise.flatten(0, 1))
-            right = target.tokens.view(tokens.shape)
-            drafted = accepted = torch.zeros_like(root)
+            drafted = torch.zeros_like(root)
             if length:
                 possible, sureness = torch.stack([one.possible for one in chosen], 1), torch.stack(sure, 1)
                 going = goes_on(sureness, self._rules[key.knots][rows], key.knots) & ~is_end(tokens[:, 1:])
                 counted = possible & (going.roll(1, 1) | (steps[:-1] == 0))
                 drafted = torch.minimum(leading(counted), longest - start - 2).clamp(min=0)
-                accepted = leading((tokens[:, 1:] == right[:, :-1]) & (steps[:-1] < drafted.unsqueeze(1)))
-            last = accepted.unsqueeze(1)
-            after = right.gather(1, last).squeeze(1)
-            able = target.possible.view(tokens.shape).long().gather(1, last).squeeze(1)
+            if random is None:
+                target = choose(scores, None if noise is None else noise.flatten(0, 1))
+                verdict, p = follow(tokens[:, 1:], drafted, target), target.p
+            else:
+                p = sampler.probs(scores)
+                q = [one.p for one in chosen if one.p is not None]
+                drafts = Drafts(tokens[:, 1:], drafted, torch.stack(q, 1), random) if q else None
+                verdict = sample(p, random) if drafts is None else SAMPLED[key.rule](drafts, p.view(logits.shape))
+            accepted, after, able, taken = verdict
             bits = [one.view(torch.long) for one in sure]
-            result = torch.stack([after, drafted, accepted, able, *(one.tokens for one in chosen), *bits], 1)
-            ended = (is_end(right) & (steps <= last)).any(1)  # all that is emitted is the target's
-            state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0)], 1)
-            return _Result(state, result, logits, None if target.p is None else target.p.view(logits.shape))
+            result = torch.stack(
+                [after, drafted, accepted, able.long(), taken, *(one.tokens for one in chosen), *bits], 1
+            )
+            ended = is_end(after.unsqueeze(1)).squeeze(1)
+            ended |= (is_end(tokens[:, 1:]) & (steps[:-1] < accepted.unsqueeze(1))).any(1)
+            state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0), used + taken], 1)
+            return _Result(state, result, logits, None if p is None else p.view(logits.shape))
 
         try:
             return _Captured(*self._graphs.capture(body), scratches)
@@ -355,6 +369,11 @@ def block_of(rows: Sequence[int], of: int) -> slice:
         size *= 2
     first = min(rows) // size * size
     return slice(first, min(first + size, of))
+
+
+def _rules_for(sampler: Sampler) -> Collection[Rule]:
+    """Return the rules that rounds on the device know for a sampler."""
+    return (greedy,) if sampler.greedy else (match,) if sampler.tied else SAMPLED
 
 
 def _knots(rule: StoppingRule) -> int:

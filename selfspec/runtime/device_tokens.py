@@ -12,44 +12,60 @@ from selfspec.types.acceptance import MIN_GAP, MIN_PROBABILITY, Confidence
 
 
 class Chosen(NamedTuple):
-    """The token of each of n rows `[n]`, and whether it can be chosen at all `[n]`.
+    """The token of each of n rows `[n]`, and whether it can be chosen at all `[n]`, from `scores` `[n, V]`.
 
-    `merits` `[n, V]` are largest at the token: the scores, or with tied noise p divided by the noise. `p` `[n, V]`: the
-    probabilities; None without noise.
+    `p` `[n, V]`: the probabilities; None if they were not needed. `race` `[n, V]`: p divided by the tied noise, if any.
     """
 
     tokens: Tensor
     possible: Tensor
-    merits: Tensor
-    p: Tensor | None
+    scores: Tensor
+    p: Tensor | None = None
+    race: Tensor | None = None
 
 
-def choose(scores: Tensor, noise: Tensor | None) -> Chosen:
-    """Choose the token of each row of processed scores `[n, V]`, with the noise `[n, V]` tied to its position if any.
+def choose(scores: Tensor, noise: Tensor | None = None, numbers: Tensor | None = None) -> Chosen:
+    """Choose the token of each row of processed scores `[n, V]`, as `Sampler.take` chooses it.
 
-    As `Sampler.draws` and the rule `greedy` choose it.
+    It is drawn with the noise `[n, V]` tied to its position, or with a random number `[n]`; without both, the best.
     """
+    if numbers is not None:
+        p = scores.softmax(-1)
+        return Chosen(*drawn(p, numbers), scores, p)
     if noise is None:
         best, tokens = scores.max(-1)
-        return Chosen(tokens, best > -torch.inf, scores, None)
+        return Chosen(tokens, best > -torch.inf, scores)
     p = scores.softmax(-1)
     race = p / noise
     best, tokens = race.max(-1)
-    return Chosen(tokens, (best > 0) & (best < torch.inf), race, p)
+    return Chosen(tokens, (best > 0) & (best < torch.inf), scores, p, race)
+
+
+def drawn(p: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a token from each row of unnormalised p `[n, V]` with a random number `[n]`, as `Sampler.draw` does untied.
+
+    Return the tokens, and whether any can be drawn, both `[n]`.
+    """
+    cumulative = p.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    tokens = torch.searchsorted(cumulative, total * numbers.unsqueeze(1), right=True)
+    last = torch.searchsorted(cumulative, total)  # where rounding would put it beyond p, and where p is not finite
+    tokens = torch.minimum(tokens, last).clamp(max=p.shape[-1] - 1)
+    return tokens.squeeze(1), ((total > 0) & (total < torch.inf)).squeeze(1)
 
 
 def confidences(chosen: Chosen, confidence: Confidence) -> Tensor:
     """Return the confidence `[n]` in each chosen token, in float64, as `Confidence.estimate` computes it."""
     x: float | Tensor = confidence.bias
     if confidence.probability:
-        p = chosen.merits.softmax(-1) if chosen.p is None else chosen.p
+        p = chosen.scores.softmax(-1) if chosen.p is None else chosen.p
         of_tokens = p.gather(-1, chosen.tokens.unsqueeze(-1)).squeeze(-1).double()
         if confidence.plain:
             return of_tokens
         bounded = of_tokens.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
         x = x + confidence.probability * (bounded / (1 - bounded)).log()
     if confidence.gap:
-        gap = gaps(chosen.merits if chosen.p is None else chosen.merits.log())
+        gap = gaps(chosen.scores if chosen.race is None else chosen.race.log())
         x = x + confidence.gap * gap.double().clamp(min=MIN_GAP).log()
     if not isinstance(x, Tensor):
         return torch.full_like(chosen.tokens, confidence.estimate(0.0, 0.0), dtype=torch.float64)

@@ -7,19 +7,19 @@ and the attention call itself; the decode loop calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.families.base import Block
+from selfspec.models.families.base import Block, SubLayer
 from selfspec.models.low_precision import Kernel
 from selfspec.models.native_library import KINDS, library
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import Masks, PassInputs, fused_backends, rotary_tables
-from selfspec.runtime.base import CachedRuntime
+from selfspec.runtime.base import Runtime, Wanted
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath, Paths
 from selfspec.runtime.cuda_graphs import Graphs, Recorder, UncapturablePaths, has_hooks, recorder_for
@@ -40,7 +40,7 @@ _GROWTH = 256  # slots: cache sizes are multiples, so that prompts of similar le
 _CAPTURED = 2**30  # bytes of a cache that captured passes read: all of the context if it needs no more, else this much
 
 
-class LeanRuntime(CachedRuntime):
+class LeanRuntime(Runtime):
     """A runtime that calls the leaf modules of a model of a supported family.
 
     `rows`: the number of sequences that the cache holds. `kernel`: the kernel that multiplies quantised weights (None:
@@ -151,26 +151,14 @@ class LeanRuntime(CachedRuntime):
     # -- the one forward -------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: int | Tensor,
-        *,
-        path: CompiledPath | None = None,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-        logits: Literal["all", "last"] | None = "all",
-        hidden: Sequence[int] = (),
-        between: Sequence[int] = (),
-    ) -> ForwardOutput:
-        """Run `tokens` as `Runtime.forward` does."""
-        if rows.indices(self.rows) == (0, self.rows, 1):
-            rows = ALL_ROWS
-        batch, n = tokens.shape
+    def run_pass(self, tokens: Tensor, inputs: PassInputs, path: CompiledPath | None, wanted: Wanted) -> ForwardOutput:
+        """Run a pass as `Runtime.forward` does: natively, as a captured graph, or eagerly."""
+        if inputs.rows.indices(self.rows) == (0, self.rows, 1):
+            inputs = inputs._replace(rows=ALL_ROWS)
+        batch, n, positions, slots, mask, rows, _ = inputs
+        logits, hidden, between = wanted
         compiled = self._full if path is None else path
         assert isinstance(compiled, LeanPath)
-        slots = positions if slots is None else slots
         self.cache.written(rows, slots)
         self._record_positions(positions, slots, n, rows)
         native = self._native if batch == 1 and compiled.native is not None and not between else None
@@ -178,24 +166,16 @@ class LeanRuntime(CachedRuntime):
         if native is not None and ((n <= ROWS and logits is not None) or prefill or self.pool is not None):
             masks, row = self._masks_by_spec(positions, slots, mask, n, rows), rows.indices(self.rows)[0]
             return native.forward(compiled, tokens, positions, slots, masks, row, logits=logits, hidden=hidden)
-        pass_inputs = PassInputs(batch, n, positions, slots, mask, rows)
         if self._graphs is not None and not between and not self._has_hooks:
-            step = self._graphs.forward(compiled, tokens, pass_inputs, logits=logits, hidden=hidden)
+            step = self._graphs.forward(compiled, tokens, inputs, logits=logits, hidden=hidden)
             if step is not None:
                 return step
         with fused_backends(self.device):
-            return self._eager_runner.forward(
-                compiled, tokens, pass_inputs, logits=logits, hidden=hidden, between=between
-            )
+            return self._eager_runner.forward(compiled, tokens, inputs, logits=logits, hidden=hidden, between=between)
 
     @torch.inference_mode()
-    def forward_drafts(
-        self,
-        placed: Sequence[PlacedDraft],
-        *,
-        path: CompiledPath | None = None,
-        hidden: Sequence[int] = (),
-        logits: bool = True,
+    def run_drafts(
+        self, placed: Sequence[PlacedDraft], path: CompiledPath | None, wanted: Wanted
     ) -> list[ForwardOutput]:
         """Run drafts as `Runtime.forward_drafts` does, in one native pass where there is one."""
         compiled = self._full if path is None else path
@@ -203,13 +183,15 @@ class LeanRuntime(CachedRuntime):
         if self._native is not None and compiled.native is not None:
             for row, _, start, _ in placed:
                 self.cache.written(slice(row, row + 1), start)
-            outputs = self._native.forward_drafts(compiled, placed, hidden=hidden, logits=logits)
+            outputs = self._native.forward_drafts(
+                compiled, placed, hidden=wanted.hidden, logits=wanted.logits is not None
+            )
             if self._min_window is not None:
                 for row, _, start, draft in placed:
                     positions = torch.tensor([[start, *(start + depth for depth in draft.depths)]])
                     self._record_positions(positions, start, 1 + len(draft), slice(row, row + 1))
             return outputs
-        return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
+        return super().run_drafts(placed, path, wanted)
 
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
         """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens.
@@ -238,28 +220,14 @@ class LeanRuntime(CachedRuntime):
         return None if self._has_hooks else self._rounds
 
     @torch.inference_mode()
-    def branch(
-        self,
-        index: int,
-        part: Literal["attention", "mlp"],
-        x: Tensor,
-        positions: int | Tensor,
-        *,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-    ) -> Tensor:
-        """Return the output of a sub-layer of layer `index` for hidden states `x` `[B, n, D]`, without adding `x`.
-
-        The other arguments are as in `forward`.
-        """
-        batch, n, _ = x.shape
-        slots = positions if slots is None else slots
+    def run_branch(self, index: int, part: SubLayer, x: Tensor, inputs: PassInputs) -> Tensor:
+        """Run a sub-layer as `Runtime.branch` does."""
+        _, n, positions, slots, _, rows, _ = inputs
         self.cache.written(rows, slots)
         if part == "attention":
             self._record_positions(positions, slots, n, rows)
         with fused_backends(self.device):
-            return self._eager_runner.branch(index, part, x, PassInputs(batch, n, positions, slots, mask, rows))
+            return self._eager_runner.branch(index, part, x, inputs)
 
     @torch.inference_mode()
     def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ by forwards that replace those of the modules in one thread for one pass (`modul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import base_model
-from selfspec.models.families.base import Block
+from selfspec.models.families.base import Block, SubLayer
 from selfspec.models.families.common import windows_of
 from selfspec.models.low_precision import Kernel
 from selfspec.models.module_quantizer import ModuleQuantizer, recording_inputs
@@ -26,8 +25,8 @@ from selfspec.models.quantized_sublayers import Trained
 from selfspec.models.skeleton import decoder_part
 from selfspec.models.structure import Outline, find_structure, read_outline
 from selfspec.runtime.attention_inputs import PassInputs
-from selfspec.runtime.base import CachedRuntime
-from selfspec.runtime.cache import ALL_ROWS, Cache
+from selfspec.runtime.base import Runtime, Wanted
+from selfspec.runtime.cache import Cache
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new_cache, read_layout
 from selfspec.runtime.hf_cache_view import ViewedPass
@@ -38,14 +37,13 @@ from selfspec.runtime.paged import BlockTables
 from selfspec.runtime.state_cache import StateCache
 from selfspec.runtime.state_passes import run_rows
 from selfspec.speculation.forward_output import ForwardOutput
-from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, SkipSet
 
 _GROWTH = 256
 _HIDDEN_WINDOWS = ("window_size", "attention_window_size", "sliding_window_size", "keep_window_size")
 
 
-class GenericRuntime(CachedRuntime):
+class GenericRuntime(Runtime):
     """A model that is run by its own forward.
 
     `trees`: whether the model honours custom attention masks, as tested on construction. If not, drafts have no
@@ -212,24 +210,12 @@ class GenericRuntime(CachedRuntime):
     # -- the one forward ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: int | Tensor,
-        *,
-        path: CompiledPath | None = None,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-        logits: Literal["all", "last"] | None = "all",
-        hidden: Sequence[int] = (),
-        between: Sequence[int] = (),
-    ) -> ForwardOutput:
-        """Run `tokens` as `Runtime.forward` does; `between` returns each layer's input plus its attention's output.
+    def run_pass(self, tokens: Tensor, inputs: PassInputs, path: CompiledPath | None, wanted: Wanted) -> ForwardOutput:
+        """Run a pass as `Runtime.forward` does; `between` returns each layer's input plus its attention's output.
 
         Raises `UnsupportedModelError` for a mask if the model takes none.
         """
-        slots = positions if slots is None else slots
+        _, _, positions, slots, mask, rows, _ = inputs
         compiled = path if isinstance(path, GenericPath) else self._full_path
         cache = self._static_cache
         if isinstance(slots, Tensor) and mask is None and not self.stateful:
@@ -237,14 +223,13 @@ class GenericRuntime(CachedRuntime):
         if mask is not None and not (self.trees and not self.stateful):
             raise UnsupportedModelError(f"{self._name} takes no attention mask per token; expected a chain of tokens")
         if not isinstance(cache, StateCache):
-            pass_inputs = PassInputs(tokens.shape[0], tokens.shape[1], positions, slots, mask, rows)
-            return self._run(tokens, pass_inputs, compiled, logits, hidden, between)
+            return self._run(tokens, inputs._replace(mask=mask), compiled, wanted)
 
         def run(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
-            return self._run(ids, _chain(ids, slot, row), compiled, logits, hidden, between, states)
+            return self._run(ids, _chain(ids, slot, row), compiled, wanted, states)
 
         def advance(ids: Tensor, slot: int, row: int, states: list[Any]) -> ForwardOutput:
-            return self._run(ids, _chain(ids, slot, row), self._full_path, None, (), (), states)
+            return self._run(ids, _chain(ids, slot, row), self._full_path, Wanted(None), states)
 
         own = None if compiled is self._full_path else compiled
         return run_rows(cache, tokens, positions, slots, rows, path=own, run=run, advance=advance)
@@ -254,13 +239,12 @@ class GenericRuntime(CachedRuntime):
         tokens: Tensor,
         pass_inputs: PassInputs,
         compiled: GenericPath,
-        logits: Literal["all", "last"] | None,
-        hidden: Sequence[int],
-        between: Sequence[int],
+        wanted: Wanted,
         states: list[Any] | None = None,
     ) -> ForwardOutput:
         """Run the model once; a pass of a model with layers with a state changes `states`."""
         batch, n, positions, slots, mask, rows, *_ = pass_inputs
+        logits, hidden, between = wanted
         cache = self._static_cache
         if cache.positions is not None:
             cache.set_positions(positions, slots, n, rows)
@@ -292,38 +276,8 @@ class GenericRuntime(CachedRuntime):
             )
         return ForwardOutput(out, streams, halves)
 
-    def forward_drafts(
-        self,
-        placed: Sequence[PlacedDraft],
-        *,
-        path: CompiledPath | None = None,
-        hidden: Sequence[int] = (),
-        logits: bool = True,
-    ) -> list[ForwardOutput]:
-        """Run drafts of several sequences as `Runtime.forward_drafts`: in one pass, or one after the other.
-
-        A model that takes no tree masks takes no batches of padded drafts either.
-        """
-        if self.trees:
-            return super().forward_drafts(placed, path=path, hidden=hidden, logits=logits)
-        alone = [
-            super(GenericRuntime, self).forward_drafts([entry], path=path, hidden=hidden, logits=logits)
-            for entry in placed
-        ]
-        return [output for outputs in alone for output in outputs]
-
     @torch.inference_mode()
-    def branch(
-        self,
-        index: int,
-        part: Literal["attention", "mlp"],
-        x: Tensor,
-        positions: int | Tensor,
-        *,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-    ) -> Tensor:
+    def run_branch(self, index: int, part: SubLayer, x: Tensor, inputs: PassInputs) -> Tensor:
         """Return a sub-layer's output as `Runtime.branch` does.
 
         The pass skips all other sub-layers, and `x` replaces the input of layer `index`. Raises
@@ -351,7 +305,7 @@ class GenericRuntime(CachedRuntime):
             layer.register_forward_hook(in_this_thread(took)),
         ]
         try:
-            self.forward(tokens, positions, path=alone, slots=slots, mask=mask, rows=rows, logits=None)
+            self.run_pass(tokens, inputs, alone, Wanted(None))
         finally:
             for hook in hooks:
                 hook.remove()

@@ -12,13 +12,13 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, Literal, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,10 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError, reason
+from selfspec.models.families.base import SubLayer
 from selfspec.models.linears import Call
 from selfspec.models.shards import check_unsharded
-from selfspec.runtime.base import Runtime
-from selfspec.runtime.cache import ALL_ROWS, Cache, Move
+from selfspec.runtime.attention_inputs import PassInputs
+from selfspec.runtime.base import Logits, Runtime, Wanted
+from selfspec.runtime.cache import Cache, Move
 from selfspec.runtime.compiled_path import CompiledPath
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.paged import BlockTables
@@ -192,59 +194,21 @@ class LeadingRuntime(LeanRuntime):
             weakref.finalize(compiled, self._team.enqueue, "drop", number)
         return compiled
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: int | Tensor,
-        *,
-        path: CompiledPath | None = None,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-        logits: Literal["all", "last"] | None = "all",
-        hidden: Sequence[int] = (),
-        between: Sequence[int] = (),
-    ) -> ForwardOutput:
+    def run_pass(self, tokens: Tensor, inputs: PassInputs, path: CompiledPath | None, wanted: Wanted) -> ForwardOutput:
         """Run `Runtime.forward` in all processes."""
         number = None if path is None else self._numbers[path]
-        more = {"slots": slots, "mask": mask, "rows": rows, "logits": logits}
-        with self._team.collective("forward", self._number, tokens.cpu(), _sent(positions), number, _all_sent(more)):
-            return super().forward(
-                tokens,
-                positions,
-                path=path,
-                slots=slots,
-                mask=mask,
-                rows=rows,
-                logits=logits,
-                hidden=hidden,
-                between=between,
-            )
+        with self._team.collective("forward", self._number, tokens.cpu(), _moved(inputs), number, wanted.logits):
+            return super().run_pass(tokens, inputs, path, wanted)
 
-    def branch(
-        self,
-        index: int,
-        part: Literal["attention", "mlp"],
-        x: Tensor,
-        positions: int | Tensor,
-        *,
-        slots: int | Tensor | None = None,
-        mask: Tensor | None = None,
-        rows: slice = ALL_ROWS,
-    ) -> Tensor:
+    def run_branch(self, index: int, part: SubLayer, x: Tensor, inputs: PassInputs) -> Tensor:
         """Run `Runtime.branch` in all processes."""
-        more = {"slots": slots, "mask": mask, "rows": rows}
-        with self._team.collective("branch", self._number, index, part, x.cpu(), _sent(positions), _all_sent(more)):
-            return super().branch(index, part, x, positions, slots=slots, mask=mask, rows=rows)
+        with self._team.collective("branch", self._number, index, part, x.cpu(), _moved(inputs)):
+            return super().run_branch(index, part, x, inputs)
 
 
-def _sent(value: Any) -> Any:
-    """Return a tensor on the CPU, to be sent to processes on other devices; return any other value unchanged."""
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _all_sent(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _sent(value) for name, value in values.items()}
+def _moved(inputs: PassInputs, device: torch.device | str = "cpu") -> PassInputs:
+    """Return the inputs with tensors on another device; by default the CPU, from which they are sent to processes."""
+    return PassInputs._make(value.to(device) if isinstance(value, Tensor) else value for value in inputs)
 
 
 def _in_passes(call: Call, team: WorkerGroup) -> Call:
@@ -290,20 +254,14 @@ class Follower:
                 message = f"process {dist.get_rank()} has lost the other tensor parallel processes: {reason(error)}"
                 raise SelfspecError(message) from error
 
-    def _forward(self, number: int, tokens: Tensor, positions: int | Tensor, path: int | None, more: Any) -> None:
+    def _forward(self, number: int, tokens: Tensor, inputs: PassInputs, path: int | None, logits: Logits) -> None:
         compiled = None if path is None else self._paths[path]
-        own = self._runtimes[number]
-        own.forward(self._to_device(tokens), self._to_device(positions), path=compiled, **self._all_to_device(more))
+        device = self._first.device
+        self._runtimes[number].run_pass(tokens.to(device), _moved(inputs, device), compiled, Wanted(logits))
 
-    def _branch(self, number: int, index: int, part: Any, x: Tensor, positions: int | Tensor, more: Any) -> None:
-        own = self._runtimes[number]
-        own.branch(index, part, self._to_device(x), self._to_device(positions), **self._all_to_device(more))
-
-    def _to_device(self, value: Any) -> Any:
-        return value.to(self._first.device) if isinstance(value, Tensor) else value
-
-    def _all_to_device(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._to_device(value) for name, value in values.items()}
+    def _branch(self, number: int, index: int, part: SubLayer, x: Tensor, inputs: PassInputs) -> None:
+        device = self._first.device
+        self._runtimes[number].run_branch(index, part, x.to(device), _moved(inputs, device))
 
     def _move(self, number: int, move: Move) -> None:
         cache = self._runtimes[number].cache

@@ -52,3 +52,40 @@ class Drafter(Protocol):
 
     def end(self, seq: SequenceState) -> None:
         """End the sequence, for whatever reason; called once for each `begin`."""
+
+
+class DelegatingDrafter:
+    """A drafter that does what another `drafter` does; a subclass changes some of it."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    @property
+    def hidden(self) -> Sequence[int]:
+        """The layers whose hidden states the drafter reads."""
+        return self.drafter.hidden
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter ever proposes a token."""
+        return self.drafter.drafts
+
+    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
+        """Start a sequence."""
+        self.drafter.begin(seq, prefill)
+
+    def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
+        """Return the drafter's drafts."""
+        return self.drafter.propose(seqs, limits)
+
+    def max_work(self, limit: Limit) -> Work:
+        """Return the drafter's `max_work`."""
+        return self.drafter.max_work(limit)
+
+    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
+        """Let the drafter learn."""
+        self.drafter.observe(seq, outcome)
+
+    def end(self, seq: SequenceState) -> None:
+        """End the sequence."""
+        self.drafter.end(seq)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import operator
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -74,8 +76,8 @@ class Sampler:
 
     `tied`: every draw for a sequence position uses the same noise, determined by the seed and the position alone. Draft
     and target then draw the same token where their distributions agree, and the text does not depend on the drafts.
-    Untied, all draws and coins come from one random stream. Default: tied if there is a seed. Raises `SelfspecError`
-    for a value out of range.
+    Untied, all draws and coins come from one stream of random numbers, of which `numbers_used` have been used. Default:
+    tied if there is a seed. Raises `SelfspecError` for a value out of range.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class Sampler:
         self.seeded = seed is not None
         self.tied = not self.greedy and (self.seeded if tied is None else tied)
         self._random = random.Random(seed)
+        self._upcoming: deque[float] = deque()
+        self.numbers_used = 0
         self._key = random.SystemRandom().getrandbits(64) if seed is None else seed % 2**128
         self._noise: dict[int, Tensor] = {}
         self.processors = list(processors)
@@ -166,7 +170,7 @@ class Sampler:
         """Draw a token from unnormalised `p` `[V]`; return its index `[1]` and the sum of `p` `[1]`."""
         cumulative = p.cumsum(0, dtype=torch.float64)
         total = cumulative[-1:]
-        return [torch.searchsorted(cumulative, total * self._random.random(), right=True), total]
+        return [torch.searchsorted(cumulative, total * self._number(), right=True), total]
 
     def draws(self, p: Tensor, positions: Sequence[int]) -> list[int]:
         """Draw one token for each row of `p` `[n, V]` with the noise tied to its position; -1 if none can be drawn.
@@ -253,7 +257,23 @@ class Sampler:
 
     def coin(self, probability: float) -> bool:
         """Return True with this probability."""
-        return self._random.random() < probability
+        return self._number() < probability
+
+    def _number(self) -> float:
+        """Return the next random number, in [0, 1)."""
+        self.numbers_used += 1
+        return self._upcoming.popleft() if self._upcoming else self._random.random()
+
+    def upcoming(self, count: int) -> list[float]:
+        """Return the next `count` random numbers without using them."""
+        while len(self._upcoming) < count:
+            self._upcoming.append(self._random.random())
+        return list(islice(self._upcoming, count))
+
+    def skip(self, count: int) -> None:
+        """Use `count` random numbers, which `upcoming` returned and a device used."""
+        for _ in range(count):
+            self._number()
 
 
 class DraftedToken(NamedTuple):

@@ -41,7 +41,17 @@ class Round:
 
 
 @dataclass(slots=True)
-class Stats:
+class Counts:
+    """Counts of decoding: `rounds`, emitted `tokens`, and tokens `drafted`, of which `accepted` were emitted."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Stats(Counts):
     """Counts of one generation, updated by the decode loop in each round.
 
     `drafted` counts tokens drafted one after the other, `nodes` the drafted tokens that were verified, all candidates
@@ -52,11 +62,7 @@ class Stats:
     generation ended; None while it goes on, and if it was interrupted. `log`: the rounds of one generation.
     """
 
-    rounds: int = 0
-    drafted: int = 0
     nodes: int = 0
-    accepted: int = 0
-    tokens: int = 0
     seconds: float = 0.0
     log: list[Round] = field(default_factory=list, repr=False)
     work: Counter[DraftCall] = field(default_factory=Counter)

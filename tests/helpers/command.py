@@ -13,11 +13,13 @@ Costs are told, not measured.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from selfspec.search import prepare
 from selfspec.search.ledger import Ledger
@@ -64,40 +66,24 @@ def sent(signal_number: signal.Signals) -> Callable[[int], None]:
     return at
 
 
-def sent_to_text(signal_number: signal.Signals) -> Callable[[int], None]:
-    """Get a signal while text is generated."""
+def sent_at_call(kind: type, name: str, signal_number: signal.Signals) -> Callable[[int], None]:
+    """Get a signal at the nth call of a method, all objects counted."""
 
     def at(n: int) -> None:
-        push, tokens = TextStream.push, []
+        method, calls = getattr(kind, name), itertools.count(1)
 
-        def push_and_end(self, token):
-            tokens.append(token)
-            if len(tokens) == n:
+        def called(*args):
+            if next(calls) == n:
                 os.kill(os.getpid(), signal_number)
-            return push(self, token)
+            return method(*args)
 
-        TextStream.push = push_and_end
+        setattr(kind, name, called)
 
     return at
 
 
-def sent_to_fit(signal_number: signal.Signals) -> Callable[[int], None]:
-    """Get a signal while a part is fitted."""
-
-    def at(n: int) -> None:
-        loss, steps = Learner.loss, []
-
-        def loss_and_end(self, windows):
-            steps.append(windows)
-            if len(steps) == n:
-                os.kill(os.getpid(), signal_number)
-            return loss(self, windows)
-
-        Learner.loss = loss_and_end
-
-    return at
-
-
+sent_to_text = partial(sent_at_call, TextStream, "push")
+sent_to_fit = partial(sent_at_call, Learner, "loss")
 EVENTS = {
     "together": together,
     "killed": sent(signal.SIGKILL),

@@ -1,4 +1,4 @@
-"""Fields of a `GenerationConfig` that the package serves."""
+"""Fields of a `GenerationConfig` that the package serves, and what it tells of a generation."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ FIELDS = [
     {"watermarking_config": WatermarkingConfig(bias=2.5)},
     {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "min_new_tokens": 4},
 ]
+STATS = [
+    "rounds",
+    "drafted",
+    "nodes",
+    "accepted",
+    "acceptance_rate",
+    "tokens_per_round",
+    "seconds",
+    "tokens_per_second",
+    "work",
+    "sources",
+    "finish",
+]
+"""What `Stats.as_dict` holds, in order."""

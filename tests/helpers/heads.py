@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from selfspec.draft_modules.heads import Head
 from selfspec.draft_modules.module_files import PartFile
@@ -12,6 +13,19 @@ from selfspec.draft_modules.registry import make_head
 from selfspec.runtime.base import Runtime
 from selfspec.training.learner import Learner
 from selfspec.training.texts import layers_of
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def bfloats(*shape: int) -> Tensor:
+    """Random weights."""
+    return (0.3 * torch.randn(shape)).bfloat16()
 
 
 def random_learner(

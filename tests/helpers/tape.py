@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from selfspec.engine.engine import Engine
 from selfspec.runtime.cuda_graphs import Replay, Result, check_capturable
 from selfspec.speculation.forward_output import ForwardOutput
 
@@ -139,3 +140,14 @@ def noted_reads(monkeypatch: Any) -> list[str]:
 
         monkeypatch.setattr(torch.Tensor, method, noted)
     return reads
+
+
+def rounds_to_end(engine: Engine, reads: list[str], waits: Waits) -> int:
+    """Run what has joined to its end: the number of rounds. Counts their `waits`, and notes their `reads` alone."""
+    reads.clear()
+    rounds = 0
+    with waits:
+        while engine.running:
+            engine.step()
+            rounds += 1
+    return rounds

@@ -278,6 +278,22 @@ class Reusing(Enumerating):
         return fell
 
 
+class Branching:
+    """The noise of a replay's one row, which follows an enumerating sampler."""
+
+    def __init__(self, sampler: Enumerating) -> None:
+        self.sampler = sampler
+
+    def coin(self, chance: Tensor, place: object) -> Tensor:
+        return torch.tensor([self.sampler.coin(float(chance[0]))])
+
+    def draw(self, weights: Tensor, place: object) -> Tensor:
+        return torch.tensor([self.sampler.draw(weights[0], 0)])
+
+    def pick(self, rows: object) -> Branching:
+        return self
+
+
 def enumerate_outcomes(
     run: Callable[[Sampler], tuple[int, ...]],
     kind: type[Enumerating] = Enumerating,

@@ -115,6 +115,24 @@ MUTANTS = (
         "selfspec/speculation/rules.py", "denominator = left[i] + 1 - weights[i]", "denominator = left[i] + 1",
         "speculation/test_law.py",
     ),
+    # -- rounds on the device
+    Mutant(
+        "device rounds: a block's residual without its weight",
+        "selfspec/runtime/device_rules.py",
+        "left = _left(of_target, _at(drafts.q, last), weight)",
+        "left = _left(of_target, _at(drafts.q, last), torch.ones_like(weight))",
+        "runtime/test_device_rules.py",
+    ),
+    Mutant(
+        "device rounds: the token after a draft is drawn with the number of a coin",
+        "selfspec/runtime/device_rules.py", "used = drafts.length + coins", "used = drafts.length",
+        "runtime/test_device_rules.py",
+    ),
+    Mutant(
+        "device rounds: the host's stream stays where it was",
+        "selfspec/runtime/device_rounds.py", "        seq.sampler.skip(used)\n", "",
+        "engine/test_overlapped_sampling.py",
+    ),
     # -- the cache: commits and growth
     Mutant(
         "cache: the only accepted node of a tree is not moved",

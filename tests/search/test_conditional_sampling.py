@@ -7,27 +7,10 @@ from collections import defaultdict
 import pytest
 import torch
 from selfspec.search.conditional_sampling import Uniforms, draft_given_text
-from toys import enumerate_outcomes
+from toys import Branching, enumerate_outcomes
 
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.rules import token as token_rule
-
-
-class Branching:
-    """Noise of one row that follows an enumerating sampler."""
-
-    def __init__(self, sampler):
-        self.sampler = sampler
-
-    def coin(self, chance, place):
-        return torch.tensor([self.sampler.coin(float(chance[0]))])
-
-    def draw(self, weights, place):
-        return torch.tensor([self.sampler.draw(weights[0], 0)])
-
-    def pick(self, rows):
-        return self
-
 
 CASES = {
     "unlike": ([0.5, 0.2, 0.2, 0.1], [0.1, 0.3, 0.2, 0.4]),

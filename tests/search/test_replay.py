@@ -7,14 +7,13 @@ import statistics
 from collections import defaultdict
 
 import pytest
-import torch
 from lowering import random_path
 from models import drafting_rounds, plain, run, small
 from pruned import PrunedModel
 from selfspec.search.replay import Replay
 from selfspec.search.replay_state import TargetText
 from selfspec.search.trace import deepest, walk
-from toys import Enumerating, enumerate_outcomes
+from toys import Branching, Enumerating, enumerate_outcomes
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from selfspec import builtin
@@ -153,20 +152,9 @@ def test_processors_see_the_drafted_prefix():
                 assert sorted(walked.rounds.elements()) == sorted((o.draft.work, 1 + len(o.draft)) for o in outcomes)
 
 
-class Branching:
-    """Noise that follows an enumerating sampler for start 1, the first that is walked with a draft; else not random."""
-
-    def __init__(self, ids, sampler):
-        self.sampler = sampler if int(ids[0]) == 1 else Enumerating()
-
-    def coin(self, chance, place):
-        return torch.tensor([self.sampler.coin(float(chance[0]))])
-
-    def draw(self, weights, place):
-        return torch.tensor([self.sampler.draw(weights[0], 0)])
-
-    def pick(self, rows):
-        return self
+def from_start_1(ids, sampler):
+    """Noise that is not random but for start 1, the first that is walked with a draft."""
+    return Branching(sampler if int(ids[0]) == 1 else Enumerating())
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -214,7 +202,7 @@ def test_a_sampled_round_has_the_joint_law_of_a_real_one(candidates, kind, skip,
                 candidates=candidates,
                 chunk=1,
                 own_keys=kind is PrunedModel,
-                noise=lambda ids, depth: Branching(ids, sampler),
+                noise=lambda ids, depth: from_start_1(ids, sampler),
             )
             with replay:
                 (trace,) = replay.trace(skip, [controller], share=0.5)

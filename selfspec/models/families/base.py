@@ -31,8 +31,8 @@ RoPE rotates the first r of a head's d dimensions; r may be 0.
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes and dtype of a model. `eps` is the eps of its norms; `intermediate` is the number of MLP units."""
+class LayerSizes:
+    """The sizes of a layer. `eps` is the eps of its norms; `intermediate` is the number of MLP units."""
 
     hidden: int
     intermediate: int
@@ -40,6 +40,12 @@ class Sizes:
     kv_heads: int
     head_dim: int
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes(LayerSizes):
+    """The sizes of a model's layers, and its dtype."""
+
     dtype: torch.dtype
 
 

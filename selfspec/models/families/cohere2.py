@@ -14,6 +14,8 @@ from selfspec.models.norms import Norms
 class Cohere2(Llama):
     """The `Family` of models with the module tree of `Cohere2ForCausalLM`."""
 
+    norm_names = ("input_layernorm", "input_layernorm")  # one norm serves both sub-layers
+
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
         """Return the layers' attention specs: RoPE only in layers with a sliding window."""
         rope, unturned = Rope(body.rotary_emb, interleaved=True), Rope(no_rotation)
@@ -23,10 +25,6 @@ class Cohere2(Llama):
     def logits(self, config: Any) -> Call | None:
         """Return the multiplication of logits by `logit_scale`."""
         return scaled(config.logit_scale)
-
-    def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Return a layer's modules; one norm serves both sub-layers."""
-        return Layer(layer, self.groups(layer.self_attn, layer.mlp), (layer.input_layernorm,) * 2, attention_spec)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
         """Return a block whose sub-layers both read the layer's input."""

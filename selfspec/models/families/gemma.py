@@ -23,6 +23,12 @@ class Gemma2(Llama):
     """The `Family` of models with the module tree of `Gemma2ForCausalLM`."""
 
     formula: ClassVar[Formula] = Formula(plus=1.0, once=True)
+    norm_names = (
+        "input_layernorm",
+        "pre_feedforward_layernorm",
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    )
 
     def parts(self, model: Any) -> Parts:
         """Return the model's modules. Raises `UnsupportedModelError` for bidirectional attention."""
@@ -41,16 +47,6 @@ class Gemma2(Llama):
         """Return the soft cap of logits; None if the config has no cap."""
         limit = config.final_logit_softcapping
         return None if limit is None else capped(limit)
-
-    def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Return a layer's modules: first the norms before sub-layers, then the norms after sub-layers."""
-        norms = (
-            layer.input_layernorm,
-            layer.pre_feedforward_layernorm,
-            layer.post_attention_layernorm,
-            layer.post_feedforward_layernorm,
-        )
-        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention with a norm after it and capped scores."""

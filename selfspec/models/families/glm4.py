@@ -10,32 +10,19 @@ from selfspec.models.families.common import interleaved_rotary, normed_onto, win
 from selfspec.models.families.gemma import normed_after
 from selfspec.models.families.llama import Llama
 from selfspec.models.families.llama_variants import fused_mlp
-from selfspec.models.linears import Group
 from selfspec.models.norms import Norms
 
 
 class Glm4(Llama):
     """The `Family` of models with the module tree of `Glm4ForCausalLM`."""
 
+    norm_names = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
+    linear_names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_up_proj",), ("down_proj",))
+
     def attention_specs(self, body: Any, config: Any) -> list[AttentionSpec]:
         """Return the layers' attention specs, with RoPE on adjacent pairs of dimensions."""
         rope = Rope(interleaved_rotary(body.rotary_emb), interleaved=True)
         return [AttentionSpec(rope, window) for window in windows_of(config, len(body.layers))]
-
-    def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Return a layer's modules: first the norms before sub-layers, then the norms after sub-layers."""
-        norms = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-            layer.post_self_attn_layernorm,
-            layer.post_mlp_layernorm,
-        )
-        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
-
-    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's linears; gate and up are one linear."""
-        qkv, o, _, down = super().groups(attention, mlp)
-        return qkv, o, Group(mlp, ("gate_up_proj",)), down
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention with a norm after it."""

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Mlp, NativeAttention, Parts, Rope
 from selfspec.models.families.cohere2 import parallel
-from selfspec.models.families.llama import Llama
+from selfspec.models.families.llama import Llama, body_of
 from selfspec.models.families.starcoder2 import plain_mlp
 from selfspec.models.linears import Group, Into, linear, linear_onto
 from selfspec.models.norms import Norms
@@ -20,14 +19,11 @@ from selfspec.models.norms import Norms
 class GptNeoX(Llama):
     """The `Family` of models with the module tree of `GPTNeoXForCausalLM`."""
 
+    linear_names = (("query_key_value",), ("dense",), ("dense_h_to_4h",), ("dense_4h_to_h",))
+
     def parts(self, model: Any) -> Parts:
         """Return the model's modules. Raises `UnsupportedModelError` for a model without a head or layers."""
-        name = type(model).__name__
-        if not hasattr(model, "lm_head"):
-            raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
-        body = model.gpt_neox
-        if not len(body.layers):
-            raise UnsupportedModelError(f"{name} has no layers")
+        body = body_of(model, "gpt_neox")
         attention = body.layers[0].attention
         return Parts(
             embedding=body.embed_in,
@@ -44,15 +40,6 @@ class GptNeoX(Llama):
         """Return a layer's modules."""
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         return Layer(layer, self.groups(layer.attention, layer.mlp), norms, attention_spec, ("attention", "mlp"))
-
-    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's four linears, each in a separate group, as no two read the same input."""
-        return (
-            Group(attention, ("query_key_value",)),
-            Group(attention, ("dense",), writes=True),
-            Group(mlp, ("dense_h_to_4h",)),
-            Group(mlp, ("dense_4h_to_h",), writes=True),
-        )
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention, which reorders the fused linear's output to queries, keys and values."""

@@ -51,15 +51,19 @@ class Llama:
     """The `Family` of models with the module tree of `LlamaForCausalLM`."""
 
     formula: ClassVar[Formula] = LLAMAS
+    norm_names: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """A layer's norms: first those before sub-layers, then those after them."""
+    linear_names: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("q_proj", "k_proj", "v_proj"),
+        ("o_proj",),
+        ("gate_proj", "up_proj"),
+        ("down_proj",),
+    )
+    """The linears that read the input of attention, write its output, read that of the MLP, and write its output."""
 
     def parts(self, model: Any) -> Parts:
         """Return the model's modules. Raises `UnsupportedModelError` for a model without a head or layers."""
-        name = type(model).__name__
-        if not hasattr(model, "lm_head"):
-            raise UnsupportedModelError(f"{name} has no language-model head; expected a causal language model")
-        body = model.model
-        if not len(body.layers):
-            raise UnsupportedModelError(f"{name} has no layers")
+        body = body_of(model, "model")
         of_layers = self.attention_specs(body, model.config)
         attention_specs = tuple(dict.fromkeys(of_layers))
         first = body.layers[0]
@@ -95,17 +99,13 @@ class Llama:
 
     def layer(self, layer: Any, attention_spec: int) -> Layer:
         """Return a decoder layer's modules."""
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        norms = tuple(getattr(layer, name) for name in self.norm_names)
         return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
 
     def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
         """Return the linears of a layer's attention and MLP, grouped by common input."""
-        return (
-            Group(attention, ("q_proj", "k_proj", "v_proj")),
-            Group(attention, ("o_proj",), writes=True),
-            Group(mlp, ("gate_proj", "up_proj")),
-            Group(mlp, ("down_proj",), writes=True),
-        )
+        qkv, o, up, down = self.linear_names
+        return Group(attention, qkv), Group(attention, o, writes=True), Group(mlp, up), Group(mlp, down, writes=True)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
         """Return a layer's block."""
@@ -139,6 +139,21 @@ class Llama:
         """Return a head that computes only the logits of `tokens`; None if the head's weight cannot be read."""
         call = linear_over(parts.head.module, tokens)
         return None if call is None else _then(call, parts.logits)
+
+
+def body_of(model: Any, name: str) -> Any:
+    """Return the attribute `name` of a model: the model without its head.
+
+    Raises `UnsupportedModelError` for a model without a head or layers.
+    """
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head; expected a causal language model"
+        )
+    body = getattr(model, name)
+    if not len(body.layers):
+        raise UnsupportedModelError(f"{type(model).__name__} has no layers")
+    return body
 
 
 def gated_mlp(layer: Layer, norms: Norms, act_fn: Any) -> GatedMlp:

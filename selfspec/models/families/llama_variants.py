@@ -8,7 +8,7 @@ from typing import Any
 from selfspec.models.families.base import Attention, AttentionSpec, GatedMlp, Layer, Mlp, Parts, Rope
 from selfspec.models.families.common import no_rotation, normed_heads, scaled, scaled_onto, windows_of, with_native
 from selfspec.models.families.llama import Llama, gated_mlp
-from selfspec.models.linears import Call, Group
+from selfspec.models.linears import Call
 from selfspec.models.norms import Norms
 
 
@@ -50,14 +50,7 @@ class SmolLM3(Llama):
 class Phi3(Llama):
     """The `Family` of models with the module tree of `Phi3ForCausalLM`."""
 
-    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's linears: queries, keys and values are one linear, and gate and up another."""
-        return (
-            Group(attention, ("qkv_proj",)),
-            Group(attention, ("o_proj",), writes=True),
-            Group(mlp, ("gate_up_proj",)),
-            Group(mlp, ("down_proj",), writes=True),
-        )
+    linear_names = (("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",))
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, with fused gate and up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from selfspec.models.families.base import Attention, GatedMlp, Layer, Mlp
 from selfspec.models.families.common import identity_norm, normed_onto, normed_projections, with_native
@@ -16,11 +16,7 @@ class Olmo2(Llama):
     """The `Family` of models with the module tree of `Olmo2ForCausalLM`; OLMo 3 adds sliding windows."""
 
     formula: ClassVar[Formula] = Formula(once=True)
-
-    def layer(self, layer: Any, attention_spec: int) -> Layer:
-        """Return a layer's modules; its norms follow the sub-layers."""
-        norms = (layer.post_attention_layernorm, layer.post_feedforward_layernorm)
-        return Layer(layer, self.groups(layer.self_attn, layer.mlp), norms, attention_spec)
+    norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")  # both follow their sub-layers
 
     def attention(self, layer: Layer, norms: Norms) -> Attention:
         """Return a layer's attention, with all heads of queries normalised together, and all of keys."""

@@ -8,16 +8,14 @@ from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Layer, Mlp
 from selfspec.models.families.common import PlainMlp
 from selfspec.models.families.llama import Llama, activation, native_mlp
-from selfspec.models.linears import Group, linear_onto, side_by_side
+from selfspec.models.linears import linear_onto, side_by_side
 from selfspec.models.norms import Norms
 
 
 class Starcoder2(Llama):
     """The `Family` of models with the module tree of `Starcoder2ForCausalLM`."""
 
-    def groups(self, attention: Any, mlp: Any) -> tuple[Group, ...]:
-        """Return a layer's linears; the MLP has two, up and down."""
-        return (*super().groups(attention, mlp)[:2], Group(mlp, ("c_fc",)), Group(mlp, ("c_proj",), writes=True))
+    linear_names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("c_fc",), ("c_proj",))
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, without a gate."""

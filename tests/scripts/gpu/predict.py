@@ -16,16 +16,16 @@ from typing import NamedTuple
 class Shape(NamedTuple):
     """The sizes of a model."""
 
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    layers: int = 32
-    vocabulary: int = 128256
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocabulary: int
 
 
-LLAMA_8B = Shape()
+LLAMA_8B = Shape(4096, 14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocabulary=128256)
 BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 64}  # of a weight; int4 with scales and zero points by 64
 
 

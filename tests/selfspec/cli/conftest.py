@@ -32,3 +32,15 @@ def cli(monkeypatch, capsys, tmp_path):
         return ended.value.code, out, err
 
     return run
+
+
+@pytest.fixture
+def ran(cli):
+    """Run the command as `cli` does, successfully: standard output."""
+
+    def run(*args, **options):
+        code, out, err = cli(*args, **options)
+        assert code == 0, err
+        return out
+
+    return run

@@ -79,46 +79,40 @@ def test_trials_under_any_name(cli, tmp_path):
 
 
 WRONG = {
-    "another kind's": (
-        ["p.yaml", "--kind", "bars"],
-        "--kind bars: p.yaml is a profile; expected skip-map or confidence",
-    ),
+    "another kind's": ("p.yaml --kind bars", "--kind bars: p.yaml is a profile; expected skip-map or confidence"),
     "another kind's of a study": (
-        ["trials.jsonl", "--kind", "x"],
+        "trials.jsonl --kind x",
         "is a study; expected skipped, pareto, sensitivity or progress",
     ),
-    "no file": (["nothing.yaml"], "profile nothing.yaml: no such file, and no shipped profile of that name"),
+    "no file": ("nothing.yaml", "profile nothing.yaml: no such file, and no shipped profile of that name"),
     "empty name": ([""], "the profile's name is empty"),
     "another JSON": (
-        ["other.json"],
+        "other.json",
         "other.json: expected a profile, a search's file of trials, or a file that selfspec bench",
     ),
-    "cut JSON": (
-        ["cut.json"],
-        "cut.json: expected a profile, a search's file of trials, or a file that selfspec bench",
-    ),
-    "damaged trials": (["damaged.jsonl"], "damaged.jsonl is damaged"),
-    "no sources": (["b.json", "--kind", "sources"], "the benchmark does not tell where tokens came from"),
-    "a spoiled benchmark": (["spoiled.json"], "spoiled.json: not what selfspec bench --out writes"),
-    "a picture": (["x.png"], "x.png: not UTF-8 text"),
-    "a folder": (["."], ".: holds no .json file of a training; expected the folder of selfspec train"),
-    "a spoiled training": (["parts"], "not what selfspec train writes (steps"),
-    "no curve": (["p.yaml", "--kind", "confidence"], "the profile holds no acceptance curve"),
-    "no such study": (["mine", "--storage", "trials.jsonl"], "study 'mine': not in this storage; the storage holds"),
-    "no such storage": (["mine", "--storage", "none.jsonl"], "--storage none.jsonl: no such file"),
-    "its name": (["p.yaml", "--out", "a.gif"], "a.gif: expected a name that ends with .png, .svg or .pdf"),
-    "its folder": (["p.yaml", "--out", "no/a.png"], "the folder no does not exist"),
-    "over itself": (["p.yaml", "--out", "p.yaml"], "--out p.yaml would write over the file to be drawn"),
+    "cut JSON": ("cut.json", "cut.json: expected a profile, a search's file of trials, or a file that selfspec bench"),
+    "damaged trials": ("damaged.jsonl", "damaged.jsonl is damaged"),
+    "no sources": ("b.json --kind sources", "the benchmark does not tell where tokens came from"),
+    "a spoiled benchmark": ("spoiled.json", "spoiled.json: not what selfspec bench --out writes"),
+    "a picture": ("x.png", "x.png: not UTF-8 text"),
+    "a folder": (".", ".: holds no .json file of a training; expected the folder of selfspec train"),
+    "a spoiled training": ("parts", "not what selfspec train writes (steps"),
+    "no curve": ("p.yaml --kind confidence", "the profile holds no acceptance curve"),
+    "no such study": ("mine --storage trials.jsonl", "study 'mine': not in this storage; the storage holds"),
+    "no such storage": ("mine --storage none.jsonl", "--storage none.jsonl: no such file"),
+    "its name": ("p.yaml --out a.gif", "a.gif: expected a name that ends with .png, .svg or .pdf"),
+    "its folder": ("p.yaml --out no/a.png", "the folder no does not exist"),
+    "over itself": ("p.yaml --out p.yaml", "--out p.yaml would write over the file to be drawn"),
     "over the storage": (
-        ["selfspec", "--storage", "trials.jsonl", "--out", "trials.jsonl"],
+        "selfspec --storage trials.jsonl --out trials.jsonl",
         "--out trials.jsonl would write over the file to be drawn",
     ),
-    "its width": (["p.yaml", "--width", "0"], "--width"),
+    "its width": ("p.yaml --width 0", "--width"),
 }
 
 
-@pytest.mark.parametrize(("args", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_clear_line(cli, tmp_path, args, said):
+@pytest.mark.parametrize(("line", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_clear_line(cli, tmp_path, line, said):
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "cut.json").write_text(BENCH.read_text()[:2000])
     trials = (tmp_path / "trials.jsonl").read_text()
@@ -129,6 +123,7 @@ def test_wrong_input_is_one_clear_line(cli, tmp_path, args, said):
     (tmp_path / "parts" / "hydra.json").write_text(json.dumps(training(steps="many")))
     (tmp_path / "x.png").write_bytes(b"\x89PNG\xff")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    args = line.split() if isinstance(line, str) else line
     code, err = cli(*args, *([] if "--out" in args else ["--out", "a.png"]))
     assert code == 2
     assert err.startswith("error: ")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from heads import LLAMA3, bfloats
 from hostile import Code
 from models import small
 from safetensors.torch import save_file
@@ -31,13 +32,6 @@ CONFIG = {
     "rms_norm_eps": EPS,
     "vocab_size": V,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +40,7 @@ def runtime():
 
 
 def random(*shape):
-    """Values as bfloat16 holds them."""
-    return (0.3 * torch.randn(shape)).bfloat16().float()
+    return bfloats(*shape).float()
 
 
 def layer(prefix, inputs):

@@ -7,123 +7,33 @@ import gc
 import itertools
 import logging
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
+from device_rounds import VOCABULARY
+from device_rounds import model as model
+from device_rounds import switched_on as switched_on
 from models import plain, run, small, tiny
-from tape import Tape, Waits, noted_reads
+from overlapping import CONTROLLERS, GAP, PATH, PROMPT, WORDS, compared, device, host
+from tape import Waits, noted_reads, rounds_to_end
 from transformers import LogitsProcessor, MistralConfig
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
+from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import Engine, decode
 from selfspec.models.low_precision import fake
-from selfspec.runtime.device_rounds import LENGTHS
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.workspace import Scratch
-from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_path import DraftPath, SkipSet
-from selfspec.types.draft_work import passes_of
 
-VOCABULARY = 11
-PROMPT = [1, 4, 2, 9]
-PATH = DraftPath(SkipSet((), (1,)), int8=SkipSet((0, 1, 2), (0, 2)), head="int8")
-WORDS = DraftPath(SkipSet((), (1,)), (1, 2, 4, 5, 8, 9))
-GAP = Confidence(bias=3.5, probability=0.4, gap=0.8)
-CONTROLLERS = {
-    **{f"{k} tokens": FixedK(k) for k in (*LENGTHS, 3, 7)},
-    "static": StaticThreshold(0.6, 9),
-    "adaptive": AdaptiveThreshold(0.4, target=0.5, step=0.9),
-    "rate": RateOptimal(memory=0.8, strength=2.0),
-}
 SAMPLERS = {
     "greedy": lambda: Sampler(),
     "match": lambda: Sampler(temperature=0.7, seed=3),
     "match, top": lambda: Sampler(temperature=1.3, top_k=7, top_p=0.9, seed=5),
 }
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setenv("SELFSPEC_DEVICE_ROUND", "1")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return small(VOCABULARY, seed=2)
-
-
-def device(model, **options):
-    """A runtime whose rounds are replayed by a tape."""
-    return LeanRuntime(model, kernel=fake, recorder=Tape(), **options)
-
-
-def host(model):
-    """A runtime of passes without captures, so that rounds run on the host."""
-    return LeanRuntime(model, kernel=fake)
-
-
-class Lagging(LayerSkipDrafter):
-    """Drafts on the host what a round on the device drafts: as planned before the last round was read."""
-
-    plan = as_planned = None
-    proposing = False
-
-    def _plan(self, seq):
-        self.plan = self.plan_round([seq], Limit(64), ahead=False)
-        self.as_planned = copy.deepcopy(self.controller_of(seq))
-
-    def controller_of(self, seq):
-        return self.as_planned if self.proposing else super().controller_of(seq)
-
-    def propose(self, seqs, limits):
-        self.proposing = True
-        drafts = super().propose(seqs, [Limit(min(limit.depth, self.plan.length), limit.nodes) for limit in limits])
-        self.proposing = False
-        return drafts
-
-    def observe(self, seq, outcome):
-        if self.plan is not None:  # not the first token, which comes with the prompt's pass
-            work = passes_of([1] * self.plan.length)
-            outcome = replace(outcome, draft=replace(outcome.draft, work=work))
-        self._plan(seq)
-        super().observe(seq, outcome)
-
-
-def compared(model, controller, sampler, *, path=PATH, room=24, prompt=PROMPT, confidence=PROBABILITY, **options):
-    """Decode both ways; return the runtime, the text and the outcomes of the device."""
-    runtime, other = device(model), host(model)
-    drafters = [
-        kind(one, path, copy.deepcopy(controller), confidence=confidence)
-        for kind, one in ((LayerSkipDrafter, runtime), (Lagging, other))
-    ]
-    (ours, rounds), (theirs, expected) = (
-        run(one, drafter, prompt, room, sampler=sampler(), **options)
-        for one, drafter in zip((runtime, other), drafters, strict=True)
-    )
-    assert ours == theirs == run(other, PlainDrafter(), prompt, room, sampler=sampler(), **options)[0]
-    assert [one.draft.tokens for one in rounds] == [one.draft.tokens for one in expected]
-    assert [(one.path, one.tokens) for one in rounds] == [(one.path, one.tokens) for one in expected]
-    for one, its in zip(rounds, expected, strict=True):
-        assert one.draft.confidence == pytest.approx(its.draft.confidence, rel=1e-9)
-        assert one.draft.sources == its.draft.sources
-        torch.testing.assert_close(one.step.logits, its.step.logits, atol=1e-9, rtol=1e-9)
-        assert (one.p is None) == (its.p is None)
-        if one.p is not None:
-            torch.testing.assert_close(one.p, its.p, atol=1e-9, rtol=1e-9)
-    states = [vars(drafter.controller_of(SequenceState([], 1, Sampler()))) for drafter in drafters]
-    assert {name: repr(value) for name, value in states[0].items() if name[0] != "_"} == {
-        name: repr(value) for name, value in states[1].items() if name[0] != "_"
-    }
-    assert len(rounds[0].draft) == 0  # the first token comes with the prompt's pass
-    later = len(rounds) - 1
-    assert runtime._recorder.replayed in (later, later + 1)  # one is discarded where the text ended early
-    return runtime, ours, rounds
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -312,16 +222,14 @@ class Even(LogitsProcessor):
         return scores + (input_ids.sum() % 2) * torch.arange(scores.shape[-1]) * 0.1
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [lambda: Sampler(temperature=1.0, seed=1, tied=False), lambda: Sampler(processors=[Even()])],
-    ids=["token by token", "a processor that reads tokens"],
-)
-def test_what_the_device_cannot_decide_runs_on_the_host(model, sampler):
-    runtime = device(model)
-    drafter = LayerSkipDrafter(runtime, PATH, FixedK(4))
-    text, other = run(runtime, drafter, PROMPT, 20, sampler=sampler())[0], host(model)
-    assert text == run(other, LayerSkipDrafter(other, PATH, FixedK(4)), PROMPT, 20, sampler=sampler())[0]
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 1, "tied": False}], ids=["greedy", "block"])
+def test_a_processor_that_reads_tokens_runs_on_the_host(model, settings):
+    runtime, other = device(model), host(model)
+    drafters = [LayerSkipDrafter(one, PATH, FixedK(4)) for one in (runtime, other)]  # which keep what was captured
+    text, expected = (
+        run(one.runtime, one, PROMPT, 20, sampler=Sampler(processors=[Even()], **settings))[0] for one in drafters
+    )
+    assert text == expected
     assert not runtime.device_rounds._made
 
 
@@ -383,14 +291,9 @@ def test_one_read_a_round(model, monkeypatch, sampler, name):
     with Engine(runtime, drafter) as engine:
         engine.join(seq)
         engine.step()  # the first token, which the host chooses
-        reads.clear()
-        rounds = 1
-        with waits:
-            while engine.running:
-                engine.step()
-                rounds += 1
+        rounds = rounds_to_end(engine, reads, waits)
     assert waits.count == 0
-    assert reads == ["tolist"] * (rounds - 1)
+    assert reads == ["tolist"] * rounds
 
 
 def test_the_next_round_is_launched_before_the_last_is_read(model, monkeypatch):

@@ -8,8 +8,11 @@ from itertools import chain
 
 import pytest
 import torch
+from device_rounds import VOCABULARY
+from device_rounds import model as model
+from device_rounds import switched_on as switched_on
 from models import plain, run, small, tiny
-from tape import Tape, Waits, noted_reads
+from tape import Tape, Waits, noted_reads, rounds_to_end
 from transformers import MistralConfig
 
 from selfspec.basics.errors import SelfspecError
@@ -20,13 +23,13 @@ from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.runtime.device_rounds import block_of
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.rules import block, token
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import Confidence
 from selfspec.types.costs import PassCosts
 from selfspec.types.draft_path import DraftPath, SkipSet
 
-VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2], [5, 5, 1]]
 ROOMS = [17, 3, 24, 9, 13]  # so that they end at different times
 PATH = DraftPath(SkipSet((), (1,)), int8=SkipSet((0, 1, 2), (0, 2)), head="int8")
@@ -43,14 +46,12 @@ SAMPLERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setenv("SELFSPEC_DEVICE_ROUND", "1")
+STREAMED = {"token": token, "block": block}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return small(VOCABULARY, seed=2)
+def untied(i):
+    """Samplers of which many drafted tokens are rejected."""
+    return Sampler(temperature=0.3, top_k=9, seed=i, tied=False)
 
 
 def device(model, rows):
@@ -61,8 +62,8 @@ def host(model):
     return LeanRuntime(model, kernel=fake)
 
 
-def sequences(count, sampler):
-    return [SequenceState(list(PROMPTS[i]), ROOMS[i], sampler(i)) for i in range(count)]
+def sequences(count, sampler, rule=None):
+    return [SequenceState(list(PROMPTS[i]), ROOMS[i], sampler(i), rule=rule) for i in range(count)]
 
 
 def texts_of(seqs):
@@ -73,6 +74,13 @@ def alone(model, count, sampler):
     """The texts of plain decoding on the host, one sequence at a time."""
     runtime = host(model)
     return [run(runtime, PlainDrafter(), PROMPTS[i], ROOMS[i], sampler=sampler(i))[0] for i in range(count)]
+
+
+def drafting_alone(model, count, sampler, rule):
+    """The texts of sequences that draft 4 tokens a round on the host, one sequence at a time."""
+    runtime = host(model)
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(4))
+    return [run(runtime, drafter, PROMPTS[i], ROOMS[i], sampler=sampler(i), rule=rule)[0] for i in range(count)]
 
 
 def together(runtime, drafter, seqs):
@@ -225,6 +233,41 @@ def test_samplers_that_differ_run_on_the_host(model):
     assert texts_of(seqs) == alone(model, 2, lambda i: Sampler(temperature=0.5 + i, seed=i))
 
 
+@pytest.mark.parametrize("rule", STREAMED.values(), ids=STREAMED)
+@pytest.mark.parametrize(("count", "rows"), [(2, 2), (3, 4), (5, 5)])
+def test_each_sequence_draws_from_its_own_stream(model, count, rows, rule):
+    runtime, seqs = device(model, rows), sequences(count, untied, rule)
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(4))
+    rounds = together(runtime, drafter, seqs)
+    assert texts_of(seqs) == drafting_alone(model, count, untied, rule)
+    assert any(one.accepted < len(one.draft) for each in rounds for one in each)
+    assert max(blocks(runtime)) == block_of(range(count), rows).stop
+    assert {key.rule for made in runtime.device_rounds._made.values() for key in made} == {rule}
+
+
+@pytest.mark.parametrize("rule", STREAMED.values(), ids=STREAMED)
+def test_streams_of_sequences_that_join_and_leave(model, rule):
+    """A discarded round uses no number, and rows that are used again have another stream."""
+    chance, runtime, seqs = random.Random(0), device(model, 4), sequences(5, untied, rule)
+    waiting = list(seqs)
+    with Engine(runtime, LayerSkipDrafter(runtime, PATH, FixedK(4))) as engine:
+        while waiting or engine.running or engine.prefilling:
+            if waiting and chance.random() < 0.5 and engine.admit(waiting[0]):
+                waiting.pop(0)
+            if engine.prefilling and chance.random() < 0.7:
+                engine.prefill(engine.prefilling[0], 2)
+            engine.step()
+    assert texts_of(seqs) == drafting_alone(model, 5, untied, rule)
+    assert blocks(runtime) >= {2, 4}
+
+
+def test_sequences_that_share_a_stream_run_on_the_host(model):
+    runtime, shared = device(model, 2), untied(0)
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(4))
+    together(runtime, drafter, sequences(2, lambda i: shared))
+    assert blocks(runtime) == {1}  # once one is left
+
+
 @pytest.mark.parametrize(
     ("rows", "of", "block"),
     [
@@ -262,23 +305,22 @@ def test_the_load_chooses_one_length_for_all(model):
     assert seen == {"dear": {0}, "cheap": {8}}
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize(
+    ("sampler", "rule"),
+    [*((sampler, None) for sampler in SAMPLERS.values()), *((untied, rule) for rule in STREAMED.values())],
+    ids=[*SAMPLERS, *STREAMED],
+)
 @pytest.mark.parametrize("name", ["adaptive", "rate"])
-def test_one_read_a_round_for_all_rows(model, monkeypatch, sampler, name):
+def test_one_read_a_round_for_all_rows(model, monkeypatch, sampler, rule, name):
     runtime, waits = device(model, 4), Waits()
     drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS[name]))
-    together(runtime, drafter, sequences(3, sampler))  # captures, which read what they like
+    together(runtime, drafter, sequences(3, sampler, rule))  # captures, which read what they like
     reads = noted_reads(monkeypatch)
     with Engine(runtime, drafter) as engine:
-        for seq in sequences(3, sampler):
+        for seq in sequences(3, sampler, rule):
             engine.join(seq)
         engine.step()  # the first tokens, which the host chooses
-        reads.clear()
-        rounds = 0
-        with waits:
-            while engine.running:
-                engine.step()
-                rounds += 1
+        rounds = rounds_to_end(engine, reads, waits)
     assert waits.count == 0
     assert reads == ["tolist"] * rounds
 

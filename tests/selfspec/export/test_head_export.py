@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from heads import random_part
+from heads import LLAMA3, bfloats, random_part
 from models import small
 from safetensors.torch import load_file
 
@@ -16,27 +16,16 @@ from selfspec.draft_modules.module_files import PartFile
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.draft_modules.registry import make_head
 from selfspec.export.head_export import form_of, head_files
-from selfspec.export.vllm import save_head
+from selfspec.export.model_folders import save_head
 from selfspec.runtime.forward import LeanRuntime
 
 V, D, WIDE, LAYERS, HEAD = 24, 16, 40, 8, 8
 SHAPE = {"hidden": D, "intermediate": WIDE, "heads": 2, "kv_heads": 1, "head_dim": HEAD, "eps": 1e-5, "theta": 5e5}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(scope="module")
 def runtime():
     return LeanRuntime(small(V, LAYERS, seed=2))
-
-
-def random(*shape):
-    return (0.3 * torch.randn(shape)).bfloat16()
 
 
 def layer(inputs, *norms):
@@ -49,20 +38,20 @@ def layer(inputs, *norms):
         "up_proj": (WIDE, D),
         "down_proj": (D, WIDE),
     }
-    held = {f"layer.{name}.weight": random(*size) for name, size in sizes.items()}
-    return held | {f"layer.{name}.weight": 1 + random(D).float() for name in ("post_attention_layernorm", *norms)}
+    held = {f"layer.{name}.weight": bfloats(*size) for name, size in sizes.items()}
+    return held | {f"layer.{name}.weight": 1 + bfloats(D).float() for name in ("post_attention_layernorm", *norms)}
 
 
 def eagle(runtime, *, bias=False):
-    tensors = layer(D) | {"layer.fc.weight": random(D, 2 * D)}
-    tensors |= {"layer.fc.bias": random(D)} if bias else {}
+    tensors = layer(D) | {"layer.fc.weight": bfloats(D, 2 * D)}
+    tensors |= {"layer.fc.bias": bfloats(D)} if bias else {}
     tensors["layer.given_norm.weight"] = runtime.model.model.norm.weight
     return make_part_file("eagle", {"shape": SHAPE, "layers": [LAYERS]}, tensors, None, runtime)
 
 
 def eagle_3(runtime, words=(0, 3, 4, 9, 10, 17, 20, 23), layers=(2, 4, 5)):
-    tensors = layer(2 * D, "embed_norm", "stream_norm", "norm") | {"layer.fuse.weight": random(D, 3 * D)}
-    tensors["head.weight"] = random(len(words), D)
+    tensors = layer(2 * D, "embed_norm", "stream_norm", "norm") | {"layer.fuse.weight": bfloats(D, 3 * D)}
+    tensors["head.weight"] = bfloats(len(words), D)
     return make_part_file("eagle", {"shape": SHAPE, "layers": list(layers)}, tensors, words, runtime)
 
 
@@ -70,10 +59,10 @@ def mlp(runtime, *, tied=False, scaled=False):
     """As published: with tables and heads of its own."""
     net = {"hidden": D, "places": 3, "inner": 12, "tied": tied, "tables": V, "scaled": scaled}
     places = 1 if tied else 3
-    tensors = {f"proj.{k}.weight": random(12, 12 if k else D) for k in range(2 if tied else 3)}
+    tensors = {f"proj.{k}.weight": bfloats(12, 12 if k else D) for k in range(2 if tied else 3)}
     for k in range(places):
-        tensors |= {f"emb.{k}.weight": random(V, 12), f"head.{k}.weight": random(V, 12)}
-        tensors |= {f"ln.{k}.weight": 1 + random(12).float(), f"ln.{k}.bias": random(12).float()}
+        tensors |= {f"emb.{k}.weight": bfloats(V, 12), f"head.{k}.weight": bfloats(V, 12)}
+        tensors |= {f"ln.{k}.weight": 1 + bfloats(12).float(), f"ln.{k}.bias": bfloats(12).float()}
     tensors["given_norm.weight"] = runtime.model.model.norm.weight
     return make_part_file("mlp", {"net": net, "eps": 1e-6, "layers": [LAYERS]}, tensors, None, runtime)
 

@@ -15,28 +15,32 @@ from selfspec.basics.errors import SelfspecError
 
 pytestmark = [needs("lm_eval", "lm-evaluation-harness"), pytest.mark.long("lm_eval's processes")]
 
-WRITES = """
-task: continuing
+TASK = """
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
-output_type: generate_until
 doc_to_text: "{{{{text}}}}"
+"""
+WRITES = (
+    TASK
+    + """
+task: continuing
+output_type: generate_until
 doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{until: ["\n\n"], max_gen_toks: 24, do_sample: false}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true, regexes_to_ignore: ['\\s+$']}}]
 """
-CHOOSES = """
+)
+CHOOSES = (
+    TASK
+    + """
 task: choosing
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
 output_type: multiple_choice
-doc_to_text: "{{{{text}}}}"
 doc_to_choice: ["self", "return", "import"]
 doc_to_target: "{{{{choice}}}}"
 metric_list: [{{metric: acc}}]
 """
+)
 # Without the tasks that it comes with: to look through their 13,000 files takes longer than all else.
 EACH = """
 import functools, json, runpy, sys

@@ -82,15 +82,14 @@ def test_runs_may_be_ended_when_all_methods_have_run_on_a_prompt():
         assert runs.speedup("a", "b")[0] == 1
 
 
+def measured_skipping(llm, prompts, tokens, **options):
+    drafter = llm.layer_skip(SkipSet((3,), (5,)))
+    return measure(llm, drafter, prompts, Options(max_new_tokens=tokens), held_out=True, **options)
+
+
 def test_a_measurement_that_was_ended_says_what_was_run(llm, held_out):
-    measured = measure(
-        llm,
-        llm.layer_skip(SkipSet((3,), (5,))),
-        held_out[:3],
-        Options(max_new_tokens=4),
-        held_out=True,
-        rounds=3,
-        go_on=lambda runs: sum(map(len, runs.stats["plain"])) < 5,
+    measured = measured_skipping(
+        llm, held_out[:3], 4, rounds=3, go_on=lambda runs: sum(map(len, runs.stats["plain"])) < 5
     )
     assert (measured.prompts, measured.rounds) == (3, 1)
 
@@ -103,14 +102,7 @@ def test_interval_covers_the_median():
 
 
 def test_a_measurement_says_how_it_was_made(llm, held_out):
-    measured = measure(
-        llm,
-        llm.layer_skip(SkipSet((3,), (5,))),
-        held_out[:2],
-        Options(max_new_tokens=6),
-        held_out=True,
-        rounds=1,
-    )
+    measured = measured_skipping(llm, held_out[:2], 6, rounds=1)
     assert (measured.prompts, measured.rounds, measured.max_new_tokens) == (2, 1, 6)
     assert (measured.device, measured.dtype, measured.threads) == ("cpu", "float32", 1)
     assert measured.interval[0] <= measured.speedup <= measured.interval[1]

@@ -15,7 +15,7 @@ import torch
 from gguf_files import TEMPLATE, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CONFIGS, LINEAR, SIZES, YARN, plain, tiny
+from models import CONFIGS, LINEAR, LLAMA3, SIZES, YARN, plain, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import selfspec
@@ -28,14 +28,7 @@ from selfspec.models.loading import check_model_name, load_model, read_identity,
 from selfspec.runtime.forward import LeanRuntime
 
 TOKENS = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LONG_LLAMA3 = {**LLAMA3, "original_max_position_embeddings": 8192}
 PROMPT = torch.arange(20, 60)[None]
 
 
@@ -179,7 +172,7 @@ def divisors(model):
 
 def test_llama_3s_rope_is_told_by_its_frequencies(tmp_path):
     config = config_of("llama")
-    config.max_position_embeddings, config.rope_parameters = 512, LLAMA3
+    config.max_position_embeddings, config.rope_parameters = 512, LONG_LLAMA3
     model = model_of(config)
     assert not np.allclose(divisors(model), 1)
     path = write_gguf(tmp_path / "m.gguf", model, freqs=divisors(model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from selfspec.runtime.device_noise import POSITIONS, TiedNoise
+from selfspec.runtime.device_noise import NUMBERS, POSITIONS, StreamNumbers, TiedNoise
 from selfspec.speculation.sampling import Sampler
 
 LIKE = torch.empty(7)
@@ -35,3 +35,35 @@ def test_noise_is_drawn_before_a_round_asks_for_it():
 def test_how_many_rows_of_noise_are_kept():
     assert TiedNoise.fits(32, 128256)
     assert not TiedNoise.fits(64, 128256)
+
+
+def test_numbers_of_each_rows_stream():
+    """As they would be drawn, whatever was used before; another sampler in a row has its own."""
+    numbers = StreamNumbers(3, torch.device("cpu"))
+    samplers, plain = ([Sampler(temperature=1.0, seed=i, tied=False) for i in range(3)] for _ in range(2))
+    for row, number, used in (
+        (0, 0, 7),
+        (2, 1, 500),
+        (0, 0, 480),
+        (0, 0, 40),
+        (2, 1, 3),
+        (0, 2, 1),
+        (0, 0, 1),
+        (2, 1, 0),
+    ):
+        sampler, other = samplers[number], plain[number]
+        numbers.send(row, sampler, 50)
+        first = torch.full((3,), sampler.numbers_used)
+        other.skip(sampler.numbers_used - other.numbers_used)
+        assert numbers.at(first, 50, slice(0, 3))[row].tolist() == other.upcoming(50)
+        sampler.skip(used)
+
+
+def test_numbers_are_sent_once_for_many_rounds():
+    numbers, sampler, sent = StreamNumbers(1, torch.device("cpu")), Sampler(temperature=1.0, seed=0, tied=False), []
+    for _ in range(2 * NUMBERS // 5):
+        before = numbers.values.clone()
+        numbers.send(0, sampler, 50)
+        sent.append(not torch.equal(before, numbers.values))
+        sampler.skip(5)
+    assert sum(sent) == 3

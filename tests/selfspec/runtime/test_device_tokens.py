@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal
-from selfspec.runtime.device_tokens import choose, confidences, goes_on, leading
+from selfspec.runtime.device_tokens import choose, confidences, drawn, goes_on, leading
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.acceptance import PROBABILITY, Confidence
 
-TIED = Sampler(temperature=1.2, seed=3)
+TIED, UNTIED = Sampler(temperature=1.2, seed=3), Sampler(temperature=1.2, seed=3, tied=False)
 
 
-@pytest.mark.parametrize("sampler", [Sampler(), TIED], ids=["greedy", "match"])
+@pytest.mark.parametrize("sampler", [Sampler(), TIED, UNTIED], ids=["greedy", "match", "untied"])
 @pytest.mark.parametrize(
     "confidence",
     [
@@ -30,8 +30,9 @@ def test_tokens_and_confidences_are_the_samplers(sampler, confidence):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(40, 50, generator=generator, dtype=torch.float64) * 3
     rows[5, 1:] = -torch.inf  # one token alone is possible
-    noise = None if sampler.greedy else torch.stack([sampler.noise_of(place, row) for place, row in enumerate(rows)])
-    chosen = choose(rows, noise)
+    noise = torch.stack([sampler.noise_of(place, row) for place, row in enumerate(rows)]) if sampler.tied else None
+    numbers = torch.tensor(sampler.upcoming(len(rows)), dtype=torch.float64) if sampler is UNTIED else None
+    chosen = choose(rows, noise, numbers)
     taken = [sampler.take(row, place, with_p=True, with_gap=True) for place, row in enumerate(rows)]
     assert chosen.tokens.tolist() == [one.token for one in taken]
     assert chosen.possible.all()
@@ -39,11 +40,21 @@ def test_tokens_and_confidences_are_the_samplers(sampler, confidence):
     assert confidences(chosen, confidence).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("noise", [None, torch.ones(3, 5, dtype=torch.float64)], ids=["greedy", "match"])
-def test_where_no_token_is_possible(noise):
+@pytest.mark.parametrize(
+    ("noise", "numbers"),
+    [(None, None), (torch.ones(3, 5, dtype=torch.float64), None), (None, torch.full((3,), 0.5, dtype=torch.float64))],
+    ids=["greedy", "match", "untied"],
+)
+def test_where_no_token_is_possible(noise, numbers):
     scores = torch.randn(3, 5, dtype=torch.float64)
     scores[1], scores[2] = -torch.inf, torch.nan
-    assert choose(scores, noise).possible.tolist() == [True, False, False]
+    assert choose(scores, noise, numbers).possible.tolist() == [True, False, False]
+
+
+def test_a_draw_at_the_very_end_of_the_sum_has_probability():
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 3.0]])
+    assert drawn(p, torch.ones(2, dtype=torch.float64))[0].tolist() == [1, 2]  # 1 is beyond what a number can be
+    assert drawn(p, torch.zeros(2, dtype=torch.float64))[0].tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("controller", [FixedK(5), AdaptiveThreshold(), RateOptimal()], ids=lambda one: one.name)

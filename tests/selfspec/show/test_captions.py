@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pandas as pd
+from frames import SOURCES
 from selfspec.search.trial_tables import sensitivity_frame, trials_frame
 from studies import small_study
 
@@ -77,14 +78,7 @@ def test_acceptance_by_position():
 
 
 def test_sources():
-    columns = ["temperature", "method", "task", "source", "share"]
-    rows = [
-        (0.0, "skip", "qa", "draft path", 0.9),
-        (0.0, "skip", "all", "draft path", 0.6),
-        (0.0, "skip", "all", "lookup", 0.25),
-        (0.8, "skip", "all", "lookup", 0.1),
-    ]
-    text = reading.tokens_by_source(pd.DataFrame(rows, columns=columns))
+    text = reading.tokens_by_source(SOURCES)
     assert (
         "of skip at temperature 0, 60% came from the draft path and 25% came from lookup; the others are the model"
         in text

@@ -304,26 +304,24 @@ class Withholding(RandomTree):
 class Merging(RandomTree):
     """A deterministic proposal, which is removed from q before a second candidate is drawn from it."""
 
-    def draft(self, seq):
-        if seq.remaining < 2:
-            return Draft()
-        proposal = sum(seq.tokens) % VOCABULARY
-        q = self.q(seq.tokens)
-        q[proposal] = 0
-        return Draft((proposal, seq.sampler.draw(q, len(seq.tokens))), (-1, -1), (q / q.sum())[None], (-1, 0))
-
-
-class Deduplicating(RandomTree):
-    """A deterministic proposal, and a drawn candidate that is left out where it is the same token."""
+    removed = True
 
     def draft(self, seq):
         if seq.remaining < 2:
             return Draft()
         proposal = sum(seq.tokens) % VOCABULARY
         q = self.q(seq.tokens)
+        if self.removed:
+            q[proposal] = 0
         q = q / q.sum()
         drawn = seq.sampler.draw(q, len(seq.tokens))
         return Draft.chain([proposal]) if drawn == proposal else Draft((proposal, drawn), (-1, -1), q[None], (-1, 0))
+
+
+class Deduplicating(Merging):
+    """A deterministic proposal, and a drawn candidate that is left out where it is the same token."""
+
+    removed = False
 
 
 class Insisting(LayerSkipDrafter):

@@ -139,3 +139,15 @@ def test_float64_scores_stay_float64_and_half_becomes_float32():
 def test_wrong_values_are_refused(options, message):
     with pytest.raises(SelfspecError, match=message):
         Sampler(**options)
+
+
+def test_numbers_that_were_looked_at_are_drawn_all_the_same():
+    one, other = (Sampler(temperature=1.0, seed=4, tied=False) for _ in range(2))
+    p = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    assert one.upcoming(3) == one.upcoming(8)[:3]
+    assert one.numbers_used == 0
+    one.skip(2)
+    for _ in range(2):
+        other.coin(0.5)
+    assert [one.draw(p, 0) for _ in range(20)] == [other.draw(p, 0) for _ in range(20)]
+    assert one.numbers_used == other.numbers_used == 22

@@ -8,6 +8,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
+from frames import SOURCES
 from matplotlib.collections import PathCollection, QuadMesh
 
 from selfspec.basics.errors import SelfspecError
@@ -231,14 +232,7 @@ def test_bench_bars():
 
 
 def test_tokens_by_source():
-    columns = ["temperature", "method", "task", "source", "share"]
-    rows = [
-        (0.0, "skip", "qa", "draft path", 0.9),
-        (0.0, "skip", "all", "draft path", 0.6),
-        (0.0, "skip", "all", "lookup", 0.25),
-        (0.8, "skip", "all", "lookup", 0.1),
-    ]
-    figure = tokens_by_source(pd.DataFrame(rows, columns=columns))
+    figure = tokens_by_source(SOURCES)
     first, second = figure.axes
     assert [label.get_text() for label in first.get_yticklabels()] == ["qa", "all"]
     spans = [(bar.get_x(), round(bar.get_width(), 6)) for bar in first.patches]
@@ -250,7 +244,7 @@ def test_tokens_by_source():
     )
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["draft path", "lookup"]
     with pytest.raises(SelfspecError, match="does not tell where tokens came from"):
-        tokens_by_source(pd.DataFrame([], columns=columns))
+        tokens_by_source(SOURCES[:0])
 
 
 def test_acceptance_by_position():

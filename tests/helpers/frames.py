@@ -1,0 +1,16 @@
+"""What a benchmark measured, as a table."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+SOURCES = pd.DataFrame(
+    [
+        (0.0, "skip", "qa", "draft path", 0.9),
+        (0.0, "skip", "all", "draft path", 0.6),
+        (0.0, "skip", "all", "lookup", 0.25),
+        (0.8, "skip", "all", "lookup", 0.1),
+    ],
+    columns=["temperature", "method", "task", "source", "share"],
+)
+"""The shares of tokens by their source."""

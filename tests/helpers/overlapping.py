@@ -1,0 +1,104 @@
+"""Rounds on the device, which a tape replays on a CPU, and the host's rounds that draft as these do."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from models import run
+from tape import Tape
+
+from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.models.low_precision import fake
+from selfspec.runtime.device_rounds import LENGTHS
+from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.acceptance import PROBABILITY, Confidence
+from selfspec.types.draft_path import DraftPath, SkipSet
+from selfspec.types.draft_work import passes_of
+
+PROMPT = [1, 4, 2, 9]
+PATH = DraftPath(SkipSet((), (1,)), int8=SkipSet((0, 1, 2), (0, 2)), head="int8")
+WORDS = DraftPath(SkipSet((), (1,)), (1, 2, 4, 5, 8, 9))
+GAP = Confidence(bias=3.5, probability=0.4, gap=0.8)
+CONTROLLERS = {
+    **{f"{k} tokens": FixedK(k) for k in (*LENGTHS, 3, 7)},
+    "static": StaticThreshold(0.6, 9),
+    "adaptive": AdaptiveThreshold(0.4, target=0.5, step=0.9),
+    "rate": RateOptimal(memory=0.8, strength=2.0),
+}
+
+
+def device(model, **options):
+    """A runtime whose rounds are replayed by a tape."""
+    return LeanRuntime(model, kernel=fake, recorder=Tape(), **options)
+
+
+def host(model):
+    """A runtime of passes without captures, so that rounds run on the host."""
+    return LeanRuntime(model, kernel=fake)
+
+
+class Lagging(LayerSkipDrafter):
+    """Drafts on the host what a round on the device drafts: as planned before the last round was read."""
+
+    plan = as_planned = None
+    proposing = False
+
+    def _plan(self, seq):
+        self.plan = self.plan_round([seq], Limit(64), ahead=False)
+        self.as_planned = copy.deepcopy(self.controller_of(seq))
+
+    def controller_of(self, seq):
+        return self.as_planned if self.proposing else super().controller_of(seq)
+
+    def propose(self, seqs, limits):
+        self.proposing = True
+        drafts = super().propose(seqs, [Limit(min(limit.depth, self.plan.length), limit.nodes) for limit in limits])
+        self.proposing = False
+        return drafts
+
+    def observe(self, seq, outcome):
+        if self.plan is not None:  # not the first token, which comes with the prompt's pass
+            work = passes_of([1] * self.plan.length)
+            outcome = replace(outcome, draft=replace(outcome.draft, work=work))
+        self._plan(seq)
+        super().observe(seq, outcome)
+
+
+def compared(model, controller, sampler, *, path=PATH, room=24, prompt=PROMPT, confidence=PROBABILITY, **options):
+    """Decode both ways; return the runtime, the text and the outcomes of the device."""
+    runtime, other = device(model), host(model)
+    drafters = [
+        kind(one, path, copy.deepcopy(controller), confidence=confidence)
+        for kind, one in ((LayerSkipDrafter, runtime), (Lagging, other))
+    ]
+    (ours, rounds), (theirs, expected) = (
+        run(one, drafter, prompt, room, sampler=sampler(), **options)
+        for one, drafter in zip((runtime, other), drafters, strict=True)
+    )
+    assert ours == theirs
+    if sampler().greedy or sampler().tied:  # else the text depends on the drafts
+        assert ours == run(other, PlainDrafter(), prompt, room, sampler=sampler(), **options)[0]
+    assert [one.draft.tokens for one in rounds] == [one.draft.tokens for one in expected]
+    assert [(one.path, one.tokens) for one in rounds] == [(one.path, one.tokens) for one in expected]
+    for one, its in zip(rounds, expected, strict=True):
+        assert one.draft.confidence == pytest.approx(its.draft.confidence, rel=1e-9)
+        assert one.draft.sources == its.draft.sources
+        torch.testing.assert_close(one.step.logits, its.step.logits, atol=1e-9, rtol=1e-9)
+        assert (one.p is None) == (its.p is None)
+        if one.p is not None:
+            torch.testing.assert_close(one.p, its.p, atol=1e-9, rtol=1e-9)
+    states = [vars(drafter.controller_of(SequenceState([], 1, Sampler()))) for drafter in drafters]
+    assert {name: repr(value) for name, value in states[0].items() if name[0] != "_"} == {
+        name: repr(value) for name, value in states[1].items() if name[0] != "_"
+    }
+    assert len(rounds[0].draft) == 0  # the first token comes with the prompt's pass
+    later = len(rounds) - 1
+    assert runtime._recorder.replayed in (later, later + 1)  # one is discarded where the text ended early
+    return runtime, ours, rounds
