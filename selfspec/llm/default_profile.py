@@ -18,7 +18,7 @@ from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import choose_profile, quantized_profile, shipped_for
 from selfspec.types.identity import Identity
 
-DRAFTED = 7  # tokens of a draft: int8 drafts are hardly ever rejected, and 8 rows are verified at little more than one
+DRAFTED = 9  # tokens of a draft: int8 drafts are hardly ever rejected, and 10 rows are verified at little more than one
 _SPARE = 0.5  # largest share of the available memory that draft weights may take
 
 
