@@ -8,9 +8,12 @@ wrong token; none of these tokens is emitted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +29,6 @@ from selfspec.types.draft_path import FULL, DraftPath, SkipSet, as_path
 
 from .conditional_sampling import Noise, SeededNoise, Uniforms, draft_given_text
 from .replay_state import PrefilledTexts, Record, ReplayState, Streams, TargetText, confident, with_ties
-from .resources import Opened
 from .trace import Trace
 
 CHUNK = 192  # starts in one forward
@@ -41,6 +43,30 @@ def check_replayable(runtime: Runtime) -> None:
             f"{type(runtime.model).__name__} takes no attention mask per token, with which the search replays "
             "many drafts in one pass; expected another model, or objective wallclock"
         )
+
+
+class Opened(ABC):
+    """Base of context managers over the resources that `_open` enters into `_resources`."""
+
+    def __init__(self) -> None:
+        self._resources = ExitStack()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Enter all resources."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._resources.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._resources.close()
 
 
 class Replay(Opened):

@@ -24,8 +24,7 @@ from ..ledger import Ledger
 from ..objective import ReplayObjective, Score
 from ..oracle import Bound, oracle_bound
 from ..prepare import Search, prepare_replay
-from ..replay import Replay
-from ..resources import Opened
+from ..replay import Opened, Replay
 from ..space import Space
 from ..space_filter import Choices
 from ..strategies import Problem

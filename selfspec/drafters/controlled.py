@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
-from selfspec.controllers.batch_allocation import AcceptanceHistory
+from selfspec.controllers.batch_scheduler import AcceptanceHistory
 from selfspec.proposers.base import Proposal, Proposer, ProposerChain, ProposerState
 from selfspec.runtime.device_rounds import RoundPlan
 from selfspec.speculation.drafter import Limit

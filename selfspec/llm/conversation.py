@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from selfspec.llm.messages import check_system, message, render
-from selfspec.llm.options import GenerateOptions, Options
+from selfspec.llm.options import GenerateOptions, Options, options_method
 from selfspec.llm.sampling_plan import Plan
-from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt_template import Prompt

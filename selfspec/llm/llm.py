@@ -20,9 +20,8 @@ from selfspec.llm.default_profile import resolve_profile
 from selfspec.llm.generate_many import generate_many
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.messages import render, validate_messages
-from selfspec.llm.options import GenerateOptions, ManyOptions, Options
+from selfspec.llm.options import GenerateOptions, ManyOptions, Options, options_method
 from selfspec.llm.sampling_plan import Plan, new_tokens, plan, with_deadline
-from selfspec.llm.signature import options_method
 from selfspec.llm.stream import Generation, Stream
 from selfspec.models.adapters import Adapters, load_adapters
 from selfspec.models.half_storage import held_dtypes

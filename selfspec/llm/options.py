@@ -5,13 +5,14 @@ the annotations, so this module does not postpone them; types of heavy modules a
 """
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.option import Option
+from selfspec.basics.option import Option, show_signature
 from selfspec.text.prompt_template import is_unicode
 from selfspec.types.methods import LOWEST_TEMPERATURE
 
@@ -166,3 +167,27 @@ def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, 
     if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):
         raise SelfspecError(f"{where}a stop string is empty or not valid text; expected at least one character")
     return stops
+
+
+P = ParamSpec("P")
+OwnerT = TypeVar("OwnerT")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def options_method(
+    options: Callable[P, OptionsT], call: Callable[[OwnerT, RequestT, OptionsT], ResultT]
+) -> Callable[Concatenate[OwnerT, RequestT, P], ResultT]:
+    """Return a method that takes a request and the fields of `options`, and calls `call(self, request, options)`.
+
+    The method has the name (without a leading `_`), the docstring and the return type of `call`.
+    """
+
+    def method(self: OwnerT, request: RequestT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return call(self, request, options(*args, **kwargs))
+
+    method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
+    known = list(inspect.signature(call).parameters.values())[:2]  # `self` and the request
+    show_signature(method, options, *known, returns=call.__annotations__["return"])
+    return method

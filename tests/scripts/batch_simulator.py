@@ -41,8 +41,7 @@ from selfspec.search.replay import Replay
 import selfspec
 from selfspec.basics.machine import clock, machine
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop, FixedK, make_controller
-from selfspec.controllers.batch_allocation import AcceptanceHistory, allocate_tokens
-from selfspec.controllers.batch_scheduler import FIRST, HORIZON, MARGIN
+from selfspec.controllers.batch_scheduler import FIRST, HORIZON, MARGIN, AcceptanceHistory, allocate_tokens
 from selfspec.llm.batch import CHUNK, MIN_CHUNK, Batch
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import encode

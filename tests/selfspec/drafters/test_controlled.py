@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.controllers import FixedK
-from selfspec.controllers.batch_allocation import KNOWN
+from selfspec.controllers.batch_scheduler import KNOWN
 from selfspec.drafters.controlled import ControlledDrafter
 from selfspec.proposers.base import ProposerChain
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
