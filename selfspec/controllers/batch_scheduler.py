@@ -17,6 +17,8 @@ MEMORY = 0.98  # decay of the observations in each round
 MARGIN = 1.1  # drafting must bring this multiple of its cost, so that marginal gains are not pursued
 PRICED, OFF = 4.0, 2.0  # prior weight of the costs, in full passes; largest deviation of a round, in expected costs
 LOOKUP_PRIOR = 16.0  # prior weight of the proposers' chances of lookup tokens, in tokens
+# of a sequence's own history: weight of the batch's acceptance rate, in drafts; decay of a draft with each later one
+PRIOR_DRAFTS, FADING = 4.0, 0.9
 STEPS_KNOWN = 64.0  # prior weight of plain decoding's speed (one token a sequence and plain round), in plain rounds
 
 
@@ -246,9 +248,6 @@ def _accepted(later: float, tokens: int) -> float:
     return tokens if later >= 1 else (1 - later**tokens) / (1 - later)
 
 
-KNOWN, MEMORY = 4.0, 0.9  # weight of the batch's acceptance rate, in drafts; decay of a draft's weight with each later
-
-
 class AcceptanceHistory:
     """How often the first token of one sequence's drafts was accepted lately; the batch's rate counts as a prior."""
 
@@ -257,11 +256,11 @@ class AcceptanceHistory:
 
     def record(self, accepted: bool) -> None:
         """Count a verified draft, and whether its first token was accepted."""
-        self._drafts, self._accepted = MEMORY * self._drafts + 1, MEMORY * self._accepted + accepted
+        self._drafts, self._accepted = FADING * self._drafts + 1, FADING * self._accepted + accepted
 
     def chance(self, shared: float) -> float:
         """Return the chance that the next draft's first token is accepted; `shared`: that chance in the whole batch."""
-        return (KNOWN * shared + self._accepted) / (KNOWN + self._drafts)
+        return (PRIOR_DRAFTS * shared + self._accepted) / (PRIOR_DRAFTS + self._drafts)
 
 
 def allocate_tokens(
