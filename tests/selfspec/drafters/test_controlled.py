@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from selfspec.controllers import FixedK
-from selfspec.controllers.batch_scheduler import KNOWN
+from selfspec.controllers.batch_scheduler import PRIOR_DRAFTS
 from selfspec.drafters.controlled import ControlledDrafter
 from selfspec.proposers.base import ProposerChain
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -24,9 +24,9 @@ def test_the_first_token_of_a_draft_is_judged_by_its_own_sequences_drafts():
         drafter.begin(seq, OUTPUT)
     drafter.observe(one, Outcome(Draft.chain([3, 4], confidence=[0.9, 0.9]), (), (5,), OUTPUT))
     drafter.observe(other, Outcome(NO_DRAFT, (), (5,), OUTPUT))
-    assert drafter.first_chance(one, 0.8) == pytest.approx(0.8 * KNOWN / (KNOWN + 1))
+    assert drafter.first_chance(one, 0.8) == pytest.approx(0.8 * PRIOR_DRAFTS / (PRIOR_DRAFTS + 1))
     assert drafter.first_chance(other, 0.8) == pytest.approx(0.8)
     drafter.observe(other, Outcome(Draft.chain([3, 4], confidence=[0.9, 0.9]), (0,), (3, 5), OUTPUT))
-    assert drafter.first_chance(other, 0.8) == pytest.approx((0.8 * KNOWN + 1) / (KNOWN + 1))
+    assert drafter.first_chance(other, 0.8) == pytest.approx((0.8 * PRIOR_DRAFTS + 1) / (PRIOR_DRAFTS + 1))
     drafter.end(one)
     assert drafter.first_chance(one, 0.8) == 0.8
