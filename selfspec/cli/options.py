@@ -39,7 +39,7 @@ Controller = Annotated[
     str | None,
     _drafting(
         help="Controller, which decides when drafting stops: fixed:k=4, static:threshold=0.6,k_max=8, "
-        "adaptive:threshold=0.6; by default the profile's controller.",
+        "adaptive:threshold=0.6, rate:k_max=12; by default the profile's controller.",
         hidden=True,
     ),
 ]
