@@ -128,13 +128,13 @@ def workers(run: Run, of: Comparison, dtype: str) -> dict[str, Worker]:
     return found
 
 
-def planned(of: Comparison, prompts: Sequence[Question]) -> Iterator[tuple[str, float, int, Question, str]]:
-    """Each run of a comparison in order: its dtype, temperature, round, prompt and method."""
+def planned(of: Comparison, prompts: Sequence[Question], most: int) -> Iterator[tuple[str, float, int, Question, str]]:
+    """Each run of a comparison in order: its dtype, temperature, round, prompt and method. `most`: rounds at most."""
     for dtype, methods in of.methods.items():
         ours = [name for name in methods if name in OURS]
         for temperature, rounds in of.rounds.items():
             peers = [name for name in methods if name not in OURS and (not temperature or name in of.sampling_peers)]
-            for turn in range(0 if peers else 1, 1 + rounds):
+            for turn in range(0 if peers else 1, 1 + min(rounds, most)):
                 names = ours if turn else ["plain", *peers]
                 for at, prompt in enumerate(prompts):
                     shift = at % len(names)
@@ -153,7 +153,7 @@ def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
     known = {(one["dtype"], one["temperature"], one["round"], one["prompt"], one["method"]) for one in done}
     lengths = {(one["dtype"], one["prompt"]): one["tokens"] for one in done if one["method"] == "plain"}
     prompts, started, started_for = of.prompts(run), dict[str, Worker](), ""
-    for dtype, temperature, turn, prompt, name in planned(of, prompts):
+    for dtype, temperature, turn, prompt, name in planned(of, prompts, run.given.rounds):
         if (dtype, temperature, turn, prompt.number, name) in known:
             continue
         if time.time() > run.ends:
@@ -351,6 +351,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=40, help="questions, spread evenly over the file")
     parser.add_argument("--only", default=",".join((*(one.name for one in COMPARISONS), *SCRIPTS)))
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rounds", type=int, default=3, help="most rounds of selfspec's methods")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--machine", help="name in the tables; by default of the processor and its instruction set")
     parser.add_argument("--llama-python", help="Python of an environment with llama-cpp-python")

@@ -65,7 +65,8 @@ def test_a_summary():
         log = [Round(1, 0, 1, first), *(Round(1, 1, 2, s) for s in later)]
         tokens = sum(done.tokens for done in log)
         accepted = len(later)
-        return Stats(len(log), len(log), len(log), accepted, tokens, sum(d.seconds for d in log), log)
+        counts = {"rounds": len(log), "drafted": len(log), "nodes": len(log), "accepted": accepted, "tokens": tokens}
+        return Stats(**counts, seconds=sum(d.seconds for d in log), log=log)
 
     runs = Runs({"a": [[run(1.0, 0.5, 0.5)], [run(2.0, 0.25, 0.5)]], "b": [[run(4.0)], [run(1.0, 1.0)]]})
     found = summary(runs, "a", bases=["b"])

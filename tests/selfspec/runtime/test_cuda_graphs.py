@@ -7,6 +7,7 @@ import logging
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -352,13 +353,7 @@ def test_processors_have_no_recordings():
 
 def test_recordings_can_be_switched_off(monkeypatch):
     runtime = LeanRuntime(small(VOCABULARY))
-    there = type(runtime.skeleton)(
-        **{
-            **{name: getattr(runtime.skeleton, name) for name in runtime.skeleton.__slots__},
-            "device": torch.device("cuda", 0),
-            "blocks": (),
-        }
-    )
+    there = replace(runtime.skeleton, device=torch.device("cuda", 0), blocks=())
     assert isinstance(recorder_for(runtime.model, there), CudaRecorder)
     monkeypatch.setenv("SELFSPEC_GRAPHS", "0")
     assert recorder_for(runtime.model, there) is None
