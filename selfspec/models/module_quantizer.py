@@ -38,11 +38,12 @@ Inputs = Mapping[nn.Module, int]
 
 @contextmanager
 def recording_inputs(model: nn.Module) -> Iterator[Inputs]:
-    """Record which linears of a model read the same tensor during a pass."""
+    """Record which linears of a model read the same tensor during a pass of this thread."""
+    owner = threading.get_ident()
     inputs, tensors = dict[nn.Module, int](), dict[int, Tensor]()  # tensors are kept alive: an id stands for one only
 
     def record(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args:
+        if args and threading.get_ident() == owner:
             inputs[module] = id(tensors.setdefault(id(args[0]), args[0]))
 
     hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]

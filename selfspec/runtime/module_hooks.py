@@ -209,7 +209,12 @@ def callers_of(cache: Any, names: Sequence[str], modules: Sequence[nn.Module]) -
 
     inner = list({id(part): part for module in modules for part in module.modules()}.values())
     hooks = [
-        hook for part in inner for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
+        hook
+        for part in inner
+        for hook in (
+            part.register_forward_pre_hook(in_this_thread(enter)),
+            part.register_forward_hook(in_this_thread(leave)),
+        )
     ]
     for name in names:
         setattr(cache, name, recorded(getattr(cache, name)))

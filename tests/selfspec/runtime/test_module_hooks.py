@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from selfspec.models.module_quantizer import recording_inputs
 from selfspec.runtime.module_hooks import callers_of, in_this_thread, replacing, stepping
 
 X = torch.ones(1, 2)
@@ -133,3 +134,20 @@ def test_who_calls_a_method_is_found():
     assert not vars(cache)
     assert not inner._forward_pre_hooks
     assert not inner._forward_hooks
+
+
+def test_only_this_threads_passes_are_recorded(linear):
+    """A pass of another thread, which began before or ends after, takes nothing from this one's records."""
+
+    class Keeping:
+        def update(self):
+            pass
+
+    cache, outer = Keeping(), nn.Sequential(linear)
+    linear.register_forward_hook(lambda *_: cache.update())
+    with callers_of(cache, ("update",), [outer]) as callers:
+        in_another_thread(lambda: outer(X))
+    assert callers == []
+    with recording_inputs(outer) as inputs:
+        in_another_thread(lambda: outer(X))
+    assert inputs == {}
