@@ -309,15 +309,16 @@ class DeviceRounds:
                 token = chosen[-1].tokens
             tokens = torch.stack([root, *(one.tokens for one in chosen)], 1)
             logits, scores = self._scores(self._full, tokens, slots, positions, key, sampler, wide)
-            drafted = torch.zeros_like(root)
             if length:
                 possible, sureness = torch.stack([one.possible for one in chosen], 1), torch.stack(sure, 1)
                 going = goes_on(sureness, self._rules[key.knots][rows], key.knots) & ~is_end(tokens[:, 1:])
                 counted = possible & (going.roll(1, 1) | (steps[:-1] == 0))
                 drafted = torch.minimum(leading(counted), longest - start - 2).clamp(min=0)
+            else:
+                drafted = torch.zeros_like(root)
             if random is None:
                 target = choose(scores, None if noise is None else noise.flatten(0, 1))
-                verdict, p = follow(tokens[:, 1:], drafted, target), target.p
+                verdict, p = follow(tokens[:, 1:], steps[:-1] < drafted.unsqueeze(1), target), target.p
             else:
                 p = sampler.probs(scores)
                 q = [one.p for one in chosen if one.p is not None]
@@ -328,9 +329,10 @@ class DeviceRounds:
             result = torch.stack(
                 [after, drafted, accepted, able.long(), taken, *(one.tokens for one in chosen), *bits], 1
             )
-            ended = is_end(after.unsqueeze(1)).squeeze(1)
-            ended |= (is_end(tokens[:, 1:]) & (steps[:-1] < accepted.unsqueeze(1))).any(1)
-            state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0), used + taken], 1)
+            emitted = torch.cat([after.unsqueeze(1), tokens[:, 1:]], 1)  # of which the first and those accepted count
+            ended = (is_end(emitted) & (steps <= accepted.unsqueeze(1))).any(1)
+            used = used if random is None else used + taken
+            state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0), used], 1)
             return _Result(state, result, logits, None if p is None else p.view(logits.shape))
 
         try:

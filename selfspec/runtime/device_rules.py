@@ -51,16 +51,15 @@ class Drafts(NamedTuple):
         return self.numbers.gather(1, self.length.unsqueeze(1) + order.clamp(min=0))
 
 
-def follow(tokens: Tensor, length: Tensor, target: Chosen) -> Verdicts:
+def follow(tokens: Tensor, counts: Tensor, target: Chosen) -> Verdicts:
     """Accept tokens `[B, n]` as long as they equal the target's, as the rules `greedy` and `match`.
 
-    The first `length` `[B]` tokens count. `target`: its tokens in the rows of the roots and of all tokens.
+    `counts` `[B, n]`: whether each token counts. `target`: its tokens in the rows of the roots and of all tokens.
     """
-    shape = len(length), -1
+    shape = len(tokens), -1
     right, able = target.tokens.view(shape), target.possible.view(shape)
-    counts = torch.arange(tokens.shape[1], device=tokens.device) < length.unsqueeze(1)
     accepted = leading((tokens == right[:, :-1]) & counts)
-    return Verdicts(accepted, _at(right, accepted), _at(able, accepted), torch.zeros_like(length))
+    return Verdicts(accepted, _at(right, accepted), _at(able, accepted), torch.zeros_like(accepted))
 
 
 def token(drafts: Drafts, p: Tensor) -> Verdicts:

@@ -66,7 +66,7 @@ def test_tokens_that_the_target_chooses_are_followed():
     tokens = scores[:, :-1].argmax(-1)
     tokens[::2, 3] += 1
     lengths = torch.arange(COUNT) % (1 + LENGTH)
-    verdicts = follow(tokens, lengths, choose(scores.flatten(0, 1)))
+    verdicts = follow(tokens, torch.arange(LENGTH) < lengths.unsqueeze(1), choose(scores.flatten(0, 1)))
     for i, n in enumerate(lengths.tolist()):
         verdict = greedy(Draft.chain(tokens[i, :n].tolist()), scores[i, : 1 + n], Sampler(), 1)
         assert (int(verdicts.accepted[i]), int(verdicts.token[i])) == (len(verdict.path), verdict.token)
