@@ -35,7 +35,7 @@
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
 constexpr int MANY = 8;                  // of many rows: fewer stay nearer, while other weights are read
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
-constexpr int ONCE = 12;                // such rows that a weight is read once for: more wait less while it comes
+constexpr int ONCE = 12;                 // such rows that a weight is read once for: more wait less while it comes
 
 constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
 
@@ -380,7 +380,7 @@ INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, 
             weights[i] = load<K>(from + i * row, k);
             if ((byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
         }
-#pragma GCC unroll 16
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const float *const from_row = SIDE ? x + k * R + r * V : x + r * ldx + k;
             const floats of_row = R > 2 ? held(at(from_row)) : at(from_row);
@@ -404,7 +404,7 @@ INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int6
             weights[i] = some == ~0u ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16(some, at);
             __builtin_prefetch(at + (O + 2 * AHEAD_ROWS) * row);
         }
-#pragma GCC unroll 16
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512i of_row = (__m512i)held((floats)_mm512_loadu_si512(x + k * R + r * 2 * V));
 #pragma GCC unroll 12
@@ -415,9 +415,13 @@ INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int6
 #endif
 #include "gguf_blocks.h"
 
+INLINE float bias_of(const Weight &w, int64_t output) {
+    return w.bias_kind == BFLOAT16 ? bfloat16(((const uint16_t *)w.bias)[output]) : ((const float *)w.bias)[output];
+}
+
 // An output's sum, with its bias, to where it belongs.
 INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add) {
-    if (w.bias) sum += w.bias_kind == BFLOAT16 ? bfloat16(((const uint16_t *)w.bias)[output]) : ((const float *)w.bias)[output];
+    if (w.bias) sum += bias_of(w, output);
     *to = add ? *to + sum : sum;
 }
 
@@ -425,8 +429,8 @@ INLINE void put(const Weight &w, int64_t output, float sum, float *to, bool add)
 template <int R, int O> INLINE void put_all(const Weight &w, int64_t o, int64_t rows, const float (&sums)[R * O], float *y, int64_t ldy, bool add) {
     float bias[O] = {};
     if (w.bias)
-        for (int i = 0; i < O; i++) put(w, o + i, 0, bias + i, false);
-#pragma GCC unroll 16
+        for (int i = 0; i < O; i++) bias[i] = bias_of(w, o + i);
+#pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
         if (r >= rows) break;
         float *const to = y + r * ldy + o;
@@ -491,7 +495,7 @@ INLINE void block(const Weight &w, int64_t o, const Rows &rows, floats *kept, fl
 
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
-    if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V < 16 ? 1 : R <= 8 ? 3 : R <= 12 ? 2 : 1;
+    if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V < 16 ? 1 : R <= 8 ? 3 : 2;
     if (V >= 16) return R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
@@ -504,15 +508,16 @@ INLINE void outputs(const Weight &w, int64_t from, int64_t to, const Rows &rows,
     for (; o < to; o++) block<K, R, 1, SIDE>(w, o, rows, rows.sums + (o - from) * R, y, ldy, add);
 }
 
-// Rows that lie side by side for `rows` rows: the compiler makes no code of its own for each number.
-constexpr int room(int64_t rows) { return rows <= 6 ? rows : rows <= 8 ? 8 : rows <= 12 ? 12 : 16; }
+// Rows that lie side by side for `rows` rows, `ONCE` at most: where long vectors make further rows nearly free, the compiler
+// makes no code of its own for each number.
+constexpr int room(int64_t rows) { return V < 16 || rows <= PACKED ? rows : rows <= 8 ? 8 : ONCE; }
 
 // The same of as many rows as there are, R at most.
 template <int K, int R, bool SIDE>
 INLINE void of_rows(const Weight &w, int64_t from, int64_t to, const Rows &rows, float *y, int64_t ldy, bool add) {
     if constexpr (R > 0) {
         if ((SIDE ? room(rows.n) : rows.n) == R) return outputs<K, R, SIDE>(w, from, to, rows, y, ldy, add);
-        constexpr int FEWER = !SIDE || R <= 6 ? R - 1 : R > 12 ? 12 : R > 8 ? 8 : 6;
+        constexpr int FEWER = !SIDE || V < 16 || R <= PACKED ? R - 1 : R > 8 ? 8 : PACKED;
         return of_rows<K, FEWER, SIDE>(w, from, to, rows, y, ldy, add);
     }
 }
@@ -559,7 +564,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     constexpr int FEW = K == PAIRED ? 0 : SIDES ? 2 : ROWS;  // that are read where they are
     using Number = std::conditional_t<K == PAIRED, uint16_t, float>;
     const bool beside = SIDES && rows > FEW, in_parts = beside && !grouped(K);
-    constexpr int MOST = K == SUPER4 ? MANY : ONCE, STEP = K == PAIRED ? 2 * V : V;
+    constexpr int MOST = K == SUPER4 && V >= 16 ? MANY : ONCE, STEP = K == PAIRED ? 2 * V : V;
     const int64_t at_once = beside ? (rows <= MOST || K == SUPER4 ? MOST : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
     const int64_t times = (rows + at_once - 1) / at_once, in = (K == PAIRED ? w.in + STEP - 1 : w.in) / STEP * STEP;
     const int64_t each = room((rows + times - 1) / times) * in;  // numbers of rows side by side

@@ -157,7 +157,10 @@ class NativeProduct:
 
     def _describe(self, kind: int, group: int, values: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         """Set up the struct `Weight` for `native.cpp`; arguments are as its fields."""
-        self._multiply, self._multiply_many = library().selfspec_multiply, library().selfspec_multiply_many
+        native = library()
+        self._multiply, self._multiply_many = native.selfspec_multiply, native.selfspec_multiply_many
+        # Whether `batch_invariant` is the fastest product with any number of rows.
+        self._by_vectors = kind == Kind.BFLOAT16 and bool(native.selfspec_many_by_vectors(kind))
         self.values = values
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         self._tensors = (self.values, scale, self.bias)
@@ -200,9 +203,7 @@ class NativeProduct:
     def _of_many(self, x: Tensor) -> Tensor:
         if self.values.dtype == x.dtype == torch.float32 and (many := self._many_in_float32(x)) is not None:
             return many
-        if self.values.dtype != torch.float32 and not torch_has_bfloat16():
-            return self.batch_invariant(x)
-        if self.values.dtype == torch.bfloat16 and library().selfspec_many_by_vectors(Kind.BFLOAT16):
+        if self._by_vectors or (self.values.dtype != torch.float32 and not torch_has_bfloat16()):
             return self.batch_invariant(x)
         if self._wide is None:
             weight = self._weight
