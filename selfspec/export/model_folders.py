@@ -1,4 +1,4 @@
-"""What exporters share whose engines load draft models and heads as folders: SGLang, TensorRT-LLM and vLLM."""
+"""Base of the exporters to engines that load draft models and heads from folders: SGLang, TensorRT-LLM and vLLM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class FolderExporter(Exporter):
     """Base of the exporters that write a draft model, or the layers that a path keeps, to the folder `draft`.
 
     `title`: the name of the engine as its makers write it. `forgets`: the limitation of its n-grams for profiles that
-    look up earlier answers. `quantises`: the type to which the engine quantises a draft
-    model's weights when it loads them; None if it cannot. `maps_tokens`: whether a draft model may have another
-    tokenizer than the target.
+    look up earlier answers. `quantises`: the type to which the engine quantises a draft model's weights when it loads
+    them; None if it cannot. `maps_tokens`: whether a draft model may have another tokenizer than the target.
     """
 
     title: ClassVar[str]

@@ -29,7 +29,7 @@ Logits = Literal["all", "last"] | None
 
 
 class Wanted(NamedTuple):
-    """What a pass returns: logits, and hidden states before and within layers; see `Runtime.forward`."""
+    """The outputs that a pass is asked for: `logits`, `hidden` and `between` of `Runtime.forward`."""
 
     logits: Logits
     hidden: Sequence[int] = ()

@@ -80,8 +80,8 @@ class TiedNoise:
 class StreamNumbers:
     """The next random numbers of untied samplers, for each cache row; number i is at i modulo `NUMBERS`.
 
-    How many numbers a round uses depends on its outcome, so that where it begins in the stream is known on the device
-    alone until it was read.
+    How many numbers a round uses depends on its outcome, so until the round is read, only the device knows which number
+    of the stream comes next.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:

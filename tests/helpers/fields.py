@@ -42,4 +42,4 @@ STATS = [
     "sources",
     "finish",
 ]
-"""What `Stats.as_dict` holds, in order."""
+"""The keys of `Stats.as_dict`, in order."""

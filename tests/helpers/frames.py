@@ -1,4 +1,4 @@
-"""What a benchmark measured, as a table."""
+"""Data frames as benchmarks are read into, for tests of plots and captions."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ class TestGenerate:
 
     @pytest.mark.parametrize("method", ["plain", "skip", "path", "early-exit", "model:builtin", *FREE])
     def test_any_method_gives_the_same_text(self, ran, llm, profile_file, method):
-        told = ("--profile", profile_file) if method in ("skip", "path") else ()
-        found = json.loads(ran("generate", PROMPT, "--method", method, *told, "--max-new-tokens", 20, "--json"))
+        profile = ("--profile", profile_file) if method in ("skip", "path") else ()
+        found = json.loads(ran("generate", PROMPT, "--method", method, *profile, "--max-new-tokens", 20, "--json"))
         assert found["tokens"] == llm.generate(PROMPT, max_new_tokens=20).tokens
         assert (found["stats"]["drafted"] > 0) == (method != "plain")
         of_paths = dict.fromkeys(("skip", "path", "early-exit", "swift", "clasp"), "draft path")

@@ -134,21 +134,28 @@ def test_drafts_and_confidences_are_those_of_each_sequence_alone(model):
             torch.testing.assert_close(one.p, other.p, atol=1e-9, rtol=1e-9)
 
 
+def steps_with_arrivals(engine, seqs, chance):
+    """Step until no sequence is left, and yield after each step; they join at random, their prompts in pieces."""
+    waiting = list(seqs)
+    while waiting or engine.running or engine.prefilling:
+        if waiting and chance.random() < 0.5 and engine.admit(waiting[0]):
+            waiting.pop(0)
+        if engine.prefilling and chance.random() < 0.7:
+            engine.prefill(engine.prefilling[0], 2)
+        engine.step()
+        yield
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 def test_sequences_join_and_leave(model, sampler, seed):
     """Prompts in pieces beside others' rounds, rows used again, and a sequence that leaves before its end."""
     chance, runtime = random.Random(seed), device(model, 4)
     expected, seqs = alone(model, 5, sampler), sequences(5, sampler)
-    waiting, given_up = list(seqs), chance.randrange(5)
+    given_up = chance.randrange(5)
     guard = Guard(LayerSkipDrafter(runtime, PATH, FixedK(4)))
     with Engine(runtime, guard) as engine:
-        while waiting or engine.running or engine.prefilling:
-            if waiting and chance.random() < 0.5 and engine.admit(waiting[0]):
-                waiting.pop(0)
-            if engine.prefilling and chance.random() < 0.7:
-                engine.prefill(engine.prefilling[0], 2)
-            engine.step()
+        for _ in steps_with_arrivals(engine, seqs, chance):
             gone = seqs[given_up]
             if gone in engine.running and len(gone.tokens) > len(PROMPTS[given_up]) + 1:
                 engine.leave(gone)
@@ -249,14 +256,9 @@ def test_each_sequence_draws_from_its_own_stream(model, count, rows, rule):
 def test_streams_of_sequences_that_join_and_leave(model, rule):
     """A discarded round uses no number, and rows that are used again have another stream."""
     chance, runtime, seqs = random.Random(0), device(model, 4), sequences(5, untied, rule)
-    waiting = list(seqs)
     with Engine(runtime, LayerSkipDrafter(runtime, PATH, FixedK(4))) as engine:
-        while waiting or engine.running or engine.prefilling:
-            if waiting and chance.random() < 0.5 and engine.admit(waiting[0]):
-                waiting.pop(0)
-            if engine.prefilling and chance.random() < 0.7:
-                engine.prefill(engine.prefilling[0], 2)
-            engine.step()
+        for _ in steps_with_arrivals(engine, seqs, chance):
+            pass
     assert texts_of(seqs) == drafting_alone(model, 5, untied, rule)
     assert blocks(runtime) >= {2, 4}
 

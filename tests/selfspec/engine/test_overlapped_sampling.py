@@ -11,7 +11,7 @@ from device_rounds import model as model
 from device_rounds import switched_on as switched_on
 from models import run, small
 from overlapping import CONTROLLERS, GAP, PATH, PROMPT, WORDS, compared, device, host
-from tape import Waits, noted_reads
+from tape import Waits, noted_reads, rounds_to_end
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
@@ -74,7 +74,7 @@ def test_an_end_token_within_a_round(model, rule):
 @each_rule
 def test_one_stream_through_texts_and_rounds_on_both_sides(model, rule):
     """Texts that stop early, up to the end of the context, and plain ones use the numbers that the host would use."""
-    told = []
+    outcomes = []
     for runtime in (device(model), host(model)):
         sampler = SAMPLERS["temperature"]()
         whole = model.config.max_position_embeddings + 1 - len(PROMPT)
@@ -92,9 +92,9 @@ def test_one_stream_through_texts_and_rounds_on_both_sides(model, rule):
 
             text = run(runtime, drafter, PROMPT, room, sampler=sampler, rule=rule, stop=stop)[0]
             assert len(text) == after
-            told.append((text, sampler.numbers_used))
-    assert told[:4] == told[4:]
-    assert told[3][1] > 1.5 * NUMBERS / 4
+            outcomes.append((text, sampler.numbers_used))
+    assert outcomes[:4] == outcomes[4:]
+    assert outcomes[3][1] > 1.5 * NUMBERS / 4
 
 
 @each_rule
@@ -135,12 +135,7 @@ def test_one_read_a_round(model, monkeypatch, sampler, rule, name):
     with Engine(runtime, drafter) as engine:
         engine.join(SequenceState(list(PROMPT), 40, sampler(), rule=RULES[rule]))
         engine.step()  # the first token, which the host chooses
-        reads.clear()
-        rounds = 0
-        with waits:
-            while engine.running:
-                engine.step()
-                rounds += 1
+        rounds = rounds_to_end(engine, reads, waits)
     assert waits.count == 0
     assert reads == ["tolist"] * rounds
 

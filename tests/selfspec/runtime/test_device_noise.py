@@ -38,7 +38,7 @@ def test_how_many_rows_of_noise_are_kept():
 
 
 def test_numbers_of_each_rows_stream():
-    """As they would be drawn, whatever was used before; another sampler in a row has its own."""
+    """The numbers that the sampler would draw next, however many were used before; a new sampler replaces a row's."""
     numbers = StreamNumbers(3, torch.device("cpu"))
     samplers, plain = ([Sampler(temperature=1.0, seed=i, tied=False) for i in range(3)] for _ in range(2))
     for row, number, used in (
