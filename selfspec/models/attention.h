@@ -1,8 +1,9 @@
 // Attention of the queries that read one key head, over its slots in tiles. Part of `native.cpp`.
 //
-// A tile's keys and values stay near while all of these queries read them, four at once. Slots are summed one by one: those
-// that are masked, between those that are, change nothing, so that a token gives the same bits in a tree and in a chain,
-// and alone and among others.
+// A tile's keys and values stay near while all of these queries read them, four at once. Slots are summed one by one, or, of
+// a bfloat16 cache where the processor multiplies pairs, two by two, a token of an even position with the one that follows
+// it: those that a token does not see change nothing, so that it gives the same bits in a tree and in a chain, and alone and
+// among others.
 #pragma once
 
 constexpr int QUERIES = 4;            // that read a vector of keys or values at once
@@ -15,10 +16,11 @@ constexpr int64_t ROUNDED_SLOTS = 64;   // of a block of int8 copies
 static int64_t score_floats(const Place &place) { return (place.kv_len + V) / V * V + V; }
 
 // A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. It sees slots from `first` up
-// to `kv_len`, of those from `from` on what `mask` shows. `cap`: as of a `Layer`.
+// to `kv_len`, of those from `from` on what `mask` shows, its own `position` being the last. `cap`: as of a `Layer`.
+// Where keys and values are multiplied in pairs, `q` and weights are bfloat16 numbers, one after the other from where the float32 ones would begin.
 struct Query {
     const float *q, *mask;
-    int64_t first, kv_len, from;
+    int64_t first, kv_len, from, position;
     float cap;
     float *scores, *out;
 };
@@ -53,21 +55,73 @@ struct Tile {
 
 INLINE floats at(const int8_t *p) { return to_floats(widened(p)); }
 
+// Whether keys and values are multiplied in pairs: of a bfloat16 cache, and of a tile of it whose `Pair`s lie side by side.
+enum Pair : uint32_t {};
+#if defined(PAIRS)
+template <typename T> constexpr bool in_pairs = std::is_same_v<T, uint16_t> || std::is_same_v<T, Pair>;
+#else
+template <typename T> constexpr bool in_pairs = false;
+#endif
+
+// V numbers of a vector and V of another, as pairs; no other: null.
+INLINE floats paired(const uint16_t *low, const uint16_t *high) {
+#if defined(PAIRS)
+    const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)low));
+    if (!high) return (floats)first;
+    return (floats)_mm512_or_si512(first, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)high)), 16));
+#else
+    return at(low) + at(high);  // never called
+#endif
+}
+// V pairs of vectors that are `apart`.
+INLINE floats pairs_at(const uint16_t *p, int64_t apart) { return paired(p, p + apart); }
+INLINE floats pairs_at(const Pair *p, int64_t) { return at((const float *)p); }
+// Adds pairs times a pair of two bfloat16 numbers.
+INLINE floats added_pairs(floats pairs, uint32_t by, floats sum) {
+#if defined(PAIRS)
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)by));
+#else
+    return sum;  // never called
+#endif
+}
+INLINE uint32_t pair_of(const float *numbers, int64_t i) {
+    uint32_t pair;
+    memcpy(&pair, (const uint16_t *)numbers + i, 4);
+    return pair;
+}
+// Makes float32 numbers, of whole vectors, bfloat16 ones in place, each at half its distance from the beginning.
+INLINE void rounded_in_place(float *numbers, int64_t from, int64_t to) {
+#if defined(PAIRS)
+    for (int64_t i = from; i < to; i += V)
+        _mm256_storeu_si256((__m256i *)((uint16_t *)numbers + i), (__m256i)_mm512_cvtneps_pbh((__m512)at(numbers + i)));
+#endif
+}
+
 // Scores of Q queries over B vectors of slots from s on, whose keys [d, stride] begin at `keys`, and their scales.
 template <typename T, int Q, int B> INLINE void score(const Query *query, const T *keys, const float *scales, int64_t s, int64_t stride, int64_t d) {
     floats a[Q][B] = {};
-    for (int64_t k = 0; k < d; k++) {
+    for (int64_t k = 0; k < d; k += in_pairs<T> ? 2 : 1) {
+        const T *const row = keys + (std::is_same_v<T, Pair> ? k / 2 : k) * stride;
         floats key[B];
 #pragma GCC unroll 4
-        for (int i = 0; i < B; i++) key[i] = at(keys + k * stride + i * V);
+        for (int i = 0; i < B; i++)
+            if constexpr (in_pairs<T>)
+                key[i] = pairs_at(row + i * V, stride);
+            else
+                key[i] = at(row + i * V);
         if constexpr (sizeof(T) == 1)
-            __builtin_prefetch(keys + (d + k) * stride);  // of the next block
+            __builtin_prefetch(row + d * stride);  // of the next block
         else
-            __builtin_prefetch(keys + k * stride + B * V);
+            __builtin_prefetch(row + B * V);
+        if constexpr (std::is_same_v<T, uint16_t> && in_pairs<T>) __builtin_prefetch(row + stride + B * V);
 #pragma GCC unroll 4
         for (int j = 0; j < Q; j++)
 #pragma GCC unroll 4
-            for (int i = 0; i < B; i++) a[j][i] = fused(key[i], floats{} + query[j].q[k], a[j][i]);
+            for (int i = 0; i < B; i++)
+                if constexpr (in_pairs<T>)
+                    a[j][i] = added_pairs(key[i], pair_of(query[j].q, k), a[j][i]);
+                else
+                    a[j][i] = fused(key[i], floats{} + query[j].q[k], a[j][i]);
     }
     ints lane;
     for (int i = 0; i < V; i++) lane[i] = i + (int)s;
@@ -101,7 +155,34 @@ INLINE void mix(const Query *query, const T *values, const float *scales, const 
         for (int i = 0; i < N; i++) o[j][i] = at(query[j].out + k + i * V);
         sum[j] = sums ? sums[j] : 0;
     }
-    for (int64_t s = tile.first; s < tile.end; s++, values += apart) {
+    if constexpr (in_pairs<T>) {
+        const auto add = [&](int64_t s, const floats(&value)[N]) {
+#pragma GCC unroll 4
+            for (int j = 0; j < Q; j++) {
+                const uint32_t weights = pair_of(query[j].scores, s);
+                sum[j] += bfloat16(weights);
+                sum[j] += bfloat16(weights >> 16);
+#pragma GCC unroll 4
+                for (int i = 0; i < N; i++) o[j][i] = added_pairs(value[i], weights, o[j][i]);
+            }
+        };
+        const int64_t whole = tile.end - (std::is_same_v<T, Pair> ? 0 : (tile.end - tile.first) % 2);
+        for (int64_t s = tile.first; s < whole; s += 2, values += std::is_same_v<T, Pair> ? apart : 2 * apart) {
+            floats value[N];
+#pragma GCC unroll 4
+            for (int i = 0; i < N; i++) value[i] = pairs_at(values + i * V, apart);
+            __builtin_prefetch(values + 32 * apart);
+            if constexpr (!std::is_same_v<T, Pair>) __builtin_prefetch(values + 33 * apart);
+            add(s, value);
+        }
+        if constexpr (!std::is_same_v<T, Pair>)
+            if (whole < tile.end) {
+                floats value[N];
+#pragma GCC unroll 4
+                for (int i = 0; i < N; i++) value[i] = paired(values + i * V, nullptr);
+                add(whole, value);
+            }
+    } else for (int64_t s = tile.first; s < tile.end; s++, values += apart) {
         floats value[N];
 #pragma GCC unroll 4
         for (int i = 0; i < N; i++) value[i] = at(values + i * V);
@@ -167,6 +248,16 @@ template <typename T> static void scored(const Query *query, int64_t n, const He
             scores_of_all<T>(query, n, keys, scales, tile, head.stride, d);
             continue;
         }
+        if constexpr (in_pairs<T>) {
+            for (int64_t k = 0; k < d; k += 2)
+                for (int64_t s = 0; s < tile.end - tile.first; s += V) {
+                    *(floats *)(near + k / 2 * SLOTS + s) = pairs_at(keys + k * head.stride + s, head.stride);
+                    __builtin_prefetch(keys + k * head.stride + SLOTS + s, 0, 2);  // of the next tile, most often
+                    __builtin_prefetch(keys + (k + 1) * head.stride + SLOTS + s, 0, 2);
+                }
+            scores_of_all<Pair>(query, n, (const Pair *)near, scales, tile, SLOTS, d);
+            continue;
+        }
         for (int64_t k = 0; k < d; k++)
             for (int64_t s = 0; s < tile.end - tile.first; s += V) {
                 *(floats *)(near + k * SLOTS + s) = at(keys + k * head.stride + s);
@@ -177,7 +268,7 @@ template <typename T> static void scored(const Query *query, int64_t n, const He
 }
 
 // Makes a query's scores of a span's slots weights, whose sum is not 1 yet. Slots that it does not see get 0.
-INLINE void weighed(float *scores, const Span &span) {
+template <typename T> INLINE void weighed(float *scores, const Span &span) {
     floats most = floats{} - INFINITY;
     for (int64_t s = span.first; s < span.end; s += V) {
         const floats x = at(scores + s);
@@ -186,7 +277,38 @@ INLINE void weighed(float *scores, const Span &span) {
     float largest = most[0];
     for (int i = 1; i < V; i++) largest = most[i] > largest ? most[i] : largest;
     for (int64_t s = span.first; s < span.end; s += V) *(floats *)(scores + s) = exponential(at(scores + s) - largest);
+    if constexpr (in_pairs<T>) rounded_in_place(scores, span.first, span.end);
 }
+
+#if defined(PAIRS)
+// Adds to numbers k to `end` of a query's output what slots from `from` on bring, of which its mask shows some: these have the
+// last positions up to its own, and are paired by them.
+static void mixed_masked(const Query &query, const Head<uint16_t> &head, int64_t d, int64_t from, int64_t k, int64_t end, float &sum) {
+    const auto seen = [&](int64_t s) { return s < query.from ? s >= query.first : query.mask[s - query.from] == 0; };
+    const auto value = [&](int64_t s) { return head.values + head.blocks[s / head.stride] * head.each + s % head.stride * d; };
+    int64_t count = 0;
+    for (int64_t s = from; s < query.kv_len; s++) count += seen(s);
+    int64_t position = query.position + 1 - count, before = -1;
+    for (int64_t s = from; s < query.kv_len; s++) {
+        if (!seen(s)) continue;
+        const bool odd = position++ % 2;
+        if (!odd && position <= query.position) {
+            before = s;  // the next one completes the pair
+            continue;
+        }
+        const uint16_t *const weights = (const uint16_t *)query.scores;
+        const int64_t low = odd ? before : s;
+        const uint32_t first = low < 0 ? 0 : weights[low], second = odd ? weights[s] : 0;
+        if (low >= 0) sum += bfloat16(first);
+        if (odd) sum += bfloat16(second);
+        for (int64_t i = k; i < end; i += V) {
+            const floats pairs = paired(value(low < 0 ? s : low) + i, odd ? value(s) + i : nullptr);
+            *(floats *)(query.out + i) = added_pairs(pairs, first | second << 16, at(query.out + i));
+        }
+        before = -1;
+    }
+}
+#endif
 
 // Numbers k to `end` of n queries' outputs. Slots beyond the span, spare ones too, are not read.
 template <typename T> static void mixed_up(const Query *query, int64_t n, const Head<T> &head, int64_t d, const Span &span, int64_t k, int64_t end) {
@@ -195,7 +317,8 @@ template <typename T> static void mixed_up(const Query *query, int64_t n, const 
     float sums[SHARED_QUERIES] = {};
     for (int64_t j = 0; j < n; j++)
         for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = floats{};
-    for (Tile tile(span.first, span.end, head.stride); tile.next();) {
+    const int64_t masked = in_pairs<T> && query->mask && query->from / 2 * 2 < span.end ? query->from / 2 * 2 : span.end;
+    for (Tile tile(span.first, masked, head.stride); tile.next();) {
         const int64_t block = head.blocks[tile.first / head.stride] * head.each, slot = tile.first % head.stride;
         const T *values = head.values + block + slot * d + k;
         const float *scales = SCALED ? head.value_scales + block / d + slot : nullptr;
@@ -203,10 +326,22 @@ template <typename T> static void mixed_up(const Query *query, int64_t n, const 
             mixed_of_all<T, SCALED>(query, n, values, scales, tile, d, k, end, sums);
             continue;
         }
+        if constexpr (in_pairs<T>) {
+            for (int64_t s = 0; s < tile.end - tile.first; s += 2) {
+                const uint16_t *const from = values + s * d, *const next = s + 1 < tile.end - tile.first ? from + d : nullptr;
+                for (int64_t i = 0; i < end - k; i += V) *(floats *)(near + s / 2 * (end - k) + i) = paired(from + i, next ? next + i : nullptr);
+            }
+            mixed_of_all<Pair, false>(query, n, (const Pair *)near, scales, tile, end - k, k, end, sums);
+            continue;
+        }
         for (int64_t s = 0; s < tile.end - tile.first; s++)
             for (int64_t i = 0; i < end - k; i += V) *(floats *)(near + s * (end - k) + i) = at(values + s * d + i);
         mixed_of_all<float, SCALED>(query, n, near, scales, tile, end - k, k, end, sums);
     }
+#if defined(PAIRS)
+    if constexpr (in_pairs<T>)
+        for (int64_t j = 0; j < n && masked < span.end; j++) mixed_masked(query[j], head, d, masked, k, end, sums[j]);
+#endif
     for (int64_t j = 0; j < n; j++)
         for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = at(query[j].out + i) / sums[j];
 }
@@ -224,7 +359,7 @@ static Span queries_of(const Pass &p, const Layer &layer, const Place &place, co
         int64_t begin = window ? (mask ? place.positions[r] : place.slots[r]) + 1 - window : 0;
         begin = mask && begin > segment.from ? segment.from : begin;
         begin = begin > 0 ? begin : 0;
-        query[j - from] = Query{qkv + r * width + head_offset(p, layer, h), mask, begin, kv_len, segment.from, (float)layer.cap, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
+        query[j - from] = Query{qkv + r * width + head_offset(p, layer, h), mask, begin, kv_len, segment.from, place.positions[r], (float)layer.cap, scores + (j - from) * room, mixed + (r * p.heads + h) * d};
         span.first = begin < span.first ? begin : span.first;
         span.end = kv_len > span.end ? kv_len : span.end;
     }
@@ -267,7 +402,7 @@ static void attention_together(const Pass &p, const Layer &layer, const Place &p
         from += last - first;
     }
     team.wait();
-    for (int64_t i = team.share(p.kv_heads * n, 1); i < team.end(p.kv_heads * n, 1); i++) weighed(scores + i * room, span);
+    for (int64_t i = team.share(p.kv_heads * n, 1); i < team.end(p.kv_heads * n, 1); i++) weighed<T>(scores + i * room, span);
     team.wait();
     from = team.share(p.kv_heads * d, V), to = team.end(p.kv_heads * d, V);
     for (int64_t head = from / d; from < to; head++) {
@@ -295,7 +430,7 @@ static void attend_one(const Pass &p, const Layer &layer, const Place &place, co
     const Span span = queries_of(p, layer, place, segment, head, first, from, to, qkv, scores, mixed, query);
     const Head<T> own = head_of(all, segment, head, d);
     scored(query, to - from, own, d, span.first, span.end);
-    for (int64_t j = 0; j < to - from; j++) weighed(query[j].scores, span);
+    for (int64_t j = 0; j < to - from; j++) weighed<T>(query[j].scores, span);
     mixed_up(query, to - from, own, d, span, 0, d);
 }
 

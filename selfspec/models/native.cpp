@@ -795,6 +795,7 @@ static void place_head(const Pass &p, const Layer &layer, const Place &place, in
             }
             if (is_query) {
                 for (int64_t k = 0; k < d; k++) head[k] *= (float)p.scaling;
+                if (in_pairs<T> && !place.rounded) rounded_in_place(head, 0, d);
             } else if (!is_value) {
                 T *to = keys + (block + h - p.heads) * d * stride + slot;
                 for (int64_t k = 0; k < d; k++) keep(to + k * stride, head[k]);

@@ -43,6 +43,7 @@ from subjects import (
     questions,
 )
 
+BUILTIN_PROFILE = "profiles/stdlib-llama-3.7m.yaml"
 OURS = {"plain": "plain", "selfspec": "skip", "drafts alone": "path", "lookup alone": "lookup", "no search": "default"}
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
@@ -99,15 +100,15 @@ class Worker:
         self._process.wait()
 
 
-def workers(run: Run, of: Comparison, dtype: str) -> dict[str, Worker]:
-    """The process of each method of a dtype; methods whose peer is not there are left out."""
+def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[str, Worker]:
+    """The process of each method at a dtype and temperature; methods whose peer is not there are left out."""
     names, threads = of.methods[dtype], run.given.threads
     common = {"model": run.model_of(of.model, dtype), "dtype": in_torch(dtype), "threads": threads}
     found: dict[str, Worker] = {}
     drafts = {name: method for name, method in OURS.items() if name in names}
     for name in drafts:
         if drafts[name] in ("skip", "path"):
-            drafts[name] += f"@{run.searched(dtype) if of.model == MODEL else 'profiles/stdlib-llama-3.7m.yaml'}"
+            drafts[name] += f"@{run.searched(dtype, temperature) if of.model == MODEL else BUILTIN_PROFILE}"
     ours = Worker(sys.executable, "selfspec", drafts=drafts, **common)
     found |= dict.fromkeys(drafts, ours)
     if "plain, the 4-bit file" in names:
@@ -152,15 +153,16 @@ def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
     yield from done
     known = {(one["dtype"], one["temperature"], one["round"], one["prompt"], one["method"]) for one in done}
     lengths = {(one["dtype"], one["prompt"]): one["tokens"] for one in done if one["method"] == "plain"}
-    prompts, started, started_for = of.prompts(run), dict[str, Worker](), ""
+    prompts, started = of.prompts(run), dict[str, Worker]()
+    started_for: tuple[str, float] | None = None
     for dtype, temperature, turn, prompt, name in planned(of, prompts, run.given.rounds):
         if (dtype, temperature, turn, prompt.number, name) in known:
             continue
         if time.time() > run.ends:
             raise TimeoutError
-        if dtype != started_for:
+        if (dtype, temperature) != started_for:
             close(started)
-            started, started_for = workers(run, of, dtype), dtype
+            started, started_for = workers(run, of, dtype, temperature), (dtype, temperature)
             for method, worker in started.items():  # the first call warms up
                 worker.ask(method=method, ids=prompts[0].ids[::-1], new=24, temperature=0.0)
         if name not in started:

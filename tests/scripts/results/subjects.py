@@ -86,11 +86,12 @@ class Run:
         message = [{"role": "user", "content": text}]
         return tuple(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
-    def searched(self, dtype: str) -> Path:
-        """The profile of a search with default options, in this dtype."""
-        profile = self.folder / f"{dtype}.yaml"
+    def searched(self, dtype: str, temperature: float = 0.0) -> Path:
+        """The profile of a search in this dtype, at the temperature that it is used at, with default options otherwise."""
+        profile = self.folder / (f"{dtype}-{temperature:g}.yaml" if temperature else f"{dtype}.yaml")
         if not profile.exists():
             command = ["-m", "selfspec", "search", "--model", self.model_of(MODEL, dtype), "--dtype", in_torch(dtype)]
+            command += ["--temperature", str(temperature)]
             command += ["--threads", str(self.given.threads), "--keep-best", "--out", str(profile)]
             subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
         return profile
