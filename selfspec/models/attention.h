@@ -97,6 +97,14 @@ INLINE void rounded_in_place(float *numbers, int64_t from, int64_t to) {
 #endif
 }
 
+// Scores of V slots from s on, -inf where the query does not see them. `lane`: their numbers.
+static __attribute__((noinline)) floats seen(const Query &query, floats x, ints lane, int64_t s) {
+    const int64_t to = s + V < query.kv_len ? s + V : query.kv_len;
+    if (query.mask)
+        for (int64_t l = s > query.from ? s : query.from; l < to; l++) x[l - s] += query.mask[l - query.from];
+    return (lane < (int)query.kv_len) & (lane >= (int)query.first) ? x : floats{} - INFINITY;
+}
+
 // Scores of Q queries over B vectors of slots from s on, whose keys [d, stride] begin at `keys`, and their scales.
 template <typename T, int Q, int B> INLINE void score(const Query *query, const T *keys, const float *scales, int64_t s, int64_t stride, int64_t d) {
     floats a[Q][B] = {};
@@ -108,34 +116,37 @@ template <typename T, int Q, int B> INLINE void score(const Query *query, const 
             if constexpr (in_pairs<T>)
                 key[i] = pairs_at(row + i * V, stride);
             else
-                key[i] = at(row + i * V);
+                key[i] = held(at(row + i * V));
         if constexpr (sizeof(T) == 1)
             __builtin_prefetch(row + d * stride);  // of the next block
         else
             __builtin_prefetch(row + B * V);
         if constexpr (std::is_same_v<T, uint16_t> && in_pairs<T>) __builtin_prefetch(row + stride + B * V);
 #pragma GCC unroll 4
-        for (int j = 0; j < Q; j++)
+        for (int j = 0; j < Q; j++) {
+            const floats by = in_pairs<T> ? floats{} : spread(query[j].q[k]);
 #pragma GCC unroll 4
             for (int i = 0; i < B; i++)
                 if constexpr (in_pairs<T>)
                     a[j][i] = added_pairs(key[i], pair_of(query[j].q, k), a[j][i]);
                 else
-                    a[j][i] = fused(key[i], floats{} + query[j].q[k], a[j][i]);
+                    a[j][i] = fused(key[i], by, a[j][i]);
+        }
     }
     ints lane;
     for (int i = 0; i < V; i++) lane[i] = i + (int)s;
-    for (int i = 0; i < B; i++, lane += V)
-        for (int j = 0; j < Q; j++) {
-            const Query &one = query[j];
-            const int64_t from = s + i * V, to = from + V < one.kv_len ? from + V : one.kv_len;
+#pragma GCC unroll 4
+    for (int j = 0; j < Q; j++) {
+        const Query &one = query[j];
+        const bool all = s >= one.first && s + B * V <= (one.mask && one.from < one.kv_len ? one.from : one.kv_len);
+#pragma GCC unroll 4
+        for (int i = 0; i < B; i++) {
             floats x = scales ? a[j][i] * at(scales + i * V) : a[j][i];
             if (one.cap) x = hyperbolic_tangent(x / one.cap) * one.cap;
-            if (one.mask)
-                for (int64_t l = from > one.from ? from : one.from; l < to; l++) x[l - from] += one.mask[l - one.from];
-            x = (lane < (int)one.kv_len) & (lane >= (int)one.first) ? x : floats{} - INFINITY;
-            *(floats *)(one.scores + from) = x;
+            if (!all) x = seen(one, x, lane + i * V, s + i * V);
+            *(floats *)(one.scores + s + i * V) = x;
         }
+    }
 }
 
 template <typename T, int Q> INLINE void scores_of(const Query *query, const T *keys, const float *scales, const Tile &tile, int64_t stride, int64_t d) {
@@ -185,15 +196,16 @@ INLINE void mix(const Query *query, const T *values, const float *scales, const 
     } else for (int64_t s = tile.first; s < tile.end; s++, values += apart) {
         floats value[N];
 #pragma GCC unroll 4
-        for (int i = 0; i < N; i++) value[i] = at(values + i * V);
+        for (int i = 0; i < N; i++) value[i] = held(at(values + i * V));
         __builtin_prefetch(values + 32 * apart);
 #pragma GCC unroll 4
         for (int j = 0; j < Q; j++) {
             float weight = query[j].scores[s];
             sum[j] += weight;
             if constexpr (SCALED) weight *= scales[s - tile.first];
+            const floats by = spread(weight);
 #pragma GCC unroll 4
-            for (int i = 0; i < N; i++) o[j][i] = fused(value[i], floats{} + weight, o[j][i]);
+            for (int i = 0; i < N; i++) o[j][i] = fused(value[i], by, o[j][i]);
         }
     }
     for (int j = 0; j < Q; j++) {

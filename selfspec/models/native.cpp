@@ -190,6 +190,16 @@ INLINE floats held(floats x) {
 #endif
     return x;
 }
+// A number V times: asked for, as compilers add it to zeros otherwise.
+INLINE floats spread(float x) {
+#if V == 16
+    return (floats)_mm512_set1_ps(x);
+#elif V == 8
+    return (floats)_mm256_set1_ps(x);
+#else
+    return floats{} + x;
+#endif
+}
 INLINE floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 INLINE float bfloat16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;

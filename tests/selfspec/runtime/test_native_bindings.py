@@ -69,14 +69,17 @@ def assert_near(ours, theirs, *, quantized_drafts=False):
 
     In bfloat16, whose errors are many and some of them large, by a share of all of it together. So are quantised
     drafts: native products round rows to int8, a value by up to 1/254 of the largest of 32, and where two ways differ
-    in a row's last bit, it may be rounded to the next step. A norm after a sub-layer makes these errors no smaller.
+    in a row's last bit, it may be rounded to the next step. A norm after a sub-layer makes these errors larger where
+    the sub-layer's output is small: of one in a hundred random models of Gemma 3, a few tokens are further off, so the
+    bound is that of the median token, and twice that of all together.
     """
     half, ours, theirs = ours.dtype == torch.bfloat16, ours.float(), theirs.float()
     known = theirs.isfinite()
     assert torch.equal(ours.isinf(), theirs.isinf())
     if half or quantized_drafts:
-        allowed = 0.1 if quantized_drafts else 0.06
-        assert float((ours - theirs)[known].norm()) < allowed * float(theirs[known].norm())
+        error, size = (x.masked_fill(~known, 0).norm(dim=-1) for x in (ours - theirs, theirs))
+        assert float(error.norm()) < (0.2 if quantized_drafts else 0.06) * float(size.norm())
+        assert not quantized_drafts or float((error - 0.1 * size).median()) < 0
         return
     scale = theirs[known].abs().max()
     torch.testing.assert_close(ours / scale, theirs / scale, atol=1e-4, rtol=0)
