@@ -22,7 +22,9 @@ class QuantizeOptions:
         str, Option(flags=("--int4",), metavar="METHOD", help="Quantiser: nearest, weighted, or gptq (auto).")
     ] = "auto"
     group: Annotated[int, Option(metavar="N", help="Inputs that share a scale and a zero point: 64 or 32.")] = 64
-    texts: Annotated[int, Option(min=1, metavar="N", help="Number of prompts that the model continues.")] = 64
+    texts: Annotated[
+        int, Option(flags=("--num-prompts",), min=1, metavar="N", help="Number of prompts that the model continues.")
+    ] = 64
     max_new_tokens: Annotated[
         int, Option(flags=("--max-new-tokens", "-n"), min=1, metavar="N", help="New tokens of each text.")
     ] = 192

@@ -6,6 +6,8 @@ the built-in model. Those marked `no-run=REASON` are not, for one of the reasons
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shutil
 from dataclasses import dataclass
@@ -150,6 +152,27 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize("path", [p for p in DOCS if p.parent != ROOT and p.name != "README.md"], ids=named)
 def test_every_page_is_found_from_the_index(path):
     assert f"]({path.relative_to(ROOT / 'docs')})" in (ROOT / "docs/README.md").read_text()
+
+
+def test_examples_import_only_what_is_stable():
+    """The table of docs/python.md says what is; each name of it can be imported from a module of its row."""
+    table = (ROOT / "docs/python.md").read_text().partition("| from | what |")[2].partition("\n\n")[0]
+    stable = set()
+    for _, modules, names, _ in re.findall(r"^(\|)(.*)\|(.*)(\|)$", table, flags=re.MULTILINE)[1:]:
+        listed = [importlib.import_module(module) for module in re.findall(r"`([\w.]+)`", modules)]
+        for name in re.findall(r"`(\w+)`", names):
+            homes = [module.__name__ for module in listed if hasattr(module, name)]
+            assert homes, name
+            stable |= {(home, name) for home in homes}
+    used = set()
+    for path in DOCS:
+        for block in blocks(path):
+            if block.language == "python":
+                for node in ast.walk(ast.parse(block.text)):
+                    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("selfspec"):
+                        used |= {(node.module, name.name) for name in node.names}
+    assert len(used) > 20
+    assert used - stable == set()
 
 
 def test_options_are_the_commands_own():

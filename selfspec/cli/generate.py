@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from selfspec.basics.errors import SelfspecError
 from selfspec.cli.color import colored, legend, write
 from selfspec.cli.command_options import GenerateCommand
-from selfspec.cli.common import difference_line, held_note, print_json, quiet, stats_line, stderr, stdout
+from selfspec.cli.common import (
+    difference_line,
+    held_note,
+    print_json,
+    progress,
+    quiet,
+    stage_line,
+    stats_line,
+    stderr,
+    stdout,
+)
 from selfspec.cli.decoding_options import DecodingRequest, decoding
 from selfspec.text.prompt_template import is_unicode
 
@@ -19,8 +29,10 @@ if TYPE_CHECKING:
     from selfspec.measure.audit import Comparison
     from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt_template import Prompt
+    from selfspec.types.stats import Stats
 
 COMPARE_ROUNDS = 3
+_COMPARED = {"plain": "plain decoding", "draft": "drafts", "transformers": "transformers' generate"}
 
 
 def run(options: GenerateCommand) -> int:
@@ -123,10 +135,28 @@ def _compare(
     from selfspec.measure.audit import compare
     from selfspec.measure.cost_fitting import fastest_plain
 
+    stage_line(stderr(), f"comparing {', '.join(_COMPARED.values())}; a warm-up and {COMPARE_ROUNDS} runs of each ...")
     loaded = [llm] if llm.layout == llm.plain_layout else [request.load_plain(layout=llm.plain_layout or "auto"), llm]
     plain = fastest_plain(loaded)
     as_loaded = next((model for model in loaded if model.layout == "rows"), None) or request.load_plain(layout="rows")
-    result = compare(llm, prompt, drafter, how, rounds=COMPARE_ROUNDS, plain_llm=plain, as_loaded=as_loaded)
+    with progress(stderr()) as bar:
+        task = bar.add_task("comparing", total=len(_COMPARED) * COMPARE_ROUNDS)
+
+        def on_warm(name: str, stats: Stats) -> None:
+            stage_line(stderr(), f"warm-up, {_COMPARED[name]}: {stats.tokens_per_second:.1f} tokens/s")
+
+        result = compare(
+            llm,
+            prompt,
+            drafter,
+            how,
+            rounds=COMPARE_ROUNDS,
+            plain_llm=plain,
+            as_loaded=as_loaded,
+            on_warm=on_warm,
+            on_run=lambda name, prompt: bar.advance(task),
+        )
+        bar.remove_task(task)
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:

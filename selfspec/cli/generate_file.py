@@ -201,9 +201,12 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
             console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
             return 130
         finally:
+            seconds = time.perf_counter() - start
+            shown = stderr(always=True) if console.quiet and command.stats else console
+            bar.stop()
+            shown.print(_summary(batch.counters, seconds, command.out, len(failed)), markup=False, soft_wrap=True)
             if command.stats:
-                shown = stderr(always=True) if console.quiet else console
-                shown.print(_stats(batch.counters, time.perf_counter() - start), soft_wrap=True)
+                shown.print(_stats(batch.counters), soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -239,12 +242,21 @@ def _write(out: TextIO, row: dict[str, Any]) -> None:
         raise SelfspecError(f"{out.name}: cannot be written ({error.strerror or error})") from None
 
 
-def _stats(counters: BatchCounters, seconds: float) -> str:
-    """Format time, rounds and acceptance of the run as one line."""
+def _summary(counters: BatchCounters, seconds: float, out: Path, failed: int) -> str:
+    """Format what was decoded, in what time, and where the results are, as one line."""
     c = counters
-    share = c.accepted / c.drafted if c.drafted else 0.0
+    drafts = f"; {c.accepted / c.drafted:.0%} of {c.drafted} drafted tokens accepted" if c.drafted else ""
+    errors = f"; {failed} failed" if failed else ""
     return (
-        f"{c.requests} prompts, {c.tokens} tokens in {seconds:.2f} s ({c.tokens / seconds:.1f} a second), "
-        f"{c.rounds} rounds, {c.drafted} drafted, {c.accepted} accepted ({share:.0%}); {c.reused} prompt tokens "
-        f"reused from the KV cache, {c.evicted} preemptions"
+        f"{c.requests} prompts, {c.tokens} tokens in {seconds:.2f} s ({c.tokens / seconds:.1f} a second)"
+        f"{drafts}{errors}; results: {out}"
+    )
+
+
+def _stats(counters: BatchCounters) -> str:
+    """Format rounds, reuse and preemptions of the run as one line."""
+    c = counters
+    return (
+        f"{c.rounds} rounds, {c.drafted} drafted, {c.accepted} accepted; {c.reused} prompt tokens reused from the KV "
+        f"cache, {c.evicted} preemptions"
     )

@@ -84,7 +84,10 @@ class DraftingOptions:
 class SearchCommand:
     """Options of `search`."""
 
-    model: Model = None
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Model: a folder, GGUF file, hub id, smollm2-135m, or builtin."),
+    ] = None
     data: DataOptions
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.yaml")
     search_options: SearchOptions

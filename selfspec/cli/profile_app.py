@@ -113,7 +113,9 @@ def diff(
 )
 def import_profile(
     file: Annotated[Path, typer.Argument(help="File of the published skip set.")],
-    model: Annotated[str, typer.Option(help="Model of the skip set: a folder, GGUF file, hub id, or builtin.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model of the skip set: a folder, GGUF file, hub id, or builtin.")
+    ],
     format_name: Annotated[
         str,
         typer.Option(

@@ -18,6 +18,7 @@ from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.default_profile import resolve_profile
 from selfspec.llm.generate_many import generate_many
+from selfspec.llm.keyword_hints import with_keyword_hints
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.messages import render, validate_messages
 from selfspec.llm.options import GenerateOptions, ManyOptions, Options, options_method
@@ -106,6 +107,13 @@ class LLM:
         self.profile = profile
         if profile.drafts:
             self.drafter = self.guarded_drafter(profile)
+
+    def __repr__(self) -> str:
+        """Return one line: the model's name, its dtype and device, the runtime, and what drafts."""
+        drafts = "none" if self.profile is None else self.profile.draft.summary
+        source = " (no profile known)" if self.has_default_profile else ""
+        dtype, device = str(self.runtime.dtype).removeprefix("torch."), self.runtime.device
+        return f"LLM({self.name!r}, {dtype} on {device}, {type(self.runtime).__name__}, drafts: {drafts}{source})"
 
     @property
     def identity(self) -> Identity:
@@ -227,6 +235,7 @@ class LLM:
         """
         return Guide(self.tokenizer, ends=self.runtime.skeleton.ends, regex=regex, json_schema=json_schema)
 
+    @with_keyword_hints
     def generate(
         self,
         prompt: Prompt,
@@ -395,6 +404,7 @@ class LLM:
         return planned
 
 
+@with_keyword_hints
 def load(
     model: str,
     *,
@@ -453,6 +463,7 @@ def load(
     return llm
 
 
+@with_keyword_hints
 def wrap(
     model: Any,
     tokenizer: Any,

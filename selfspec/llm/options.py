@@ -9,10 +9,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.option import Option, show_signature
+from selfspec.llm.keyword_hints import check_keywords
 from selfspec.text.prompt_template import is_unicode
 from selfspec.types.methods import LOWEST_TEMPERATURE
 
@@ -105,7 +106,10 @@ class Options:
         if self.rule is not None:
             check_rule(self.rule)
         if not isinstance(self.config, GenerationConfig | None):
-            raise SelfspecError(f"config: expected a transformers GenerationConfig, got {type(self.config).__name__}")
+            raise SelfspecError(
+                f"config: expected a transformers GenerationConfig, got {type(self.config).__name__}; other options "
+                "are named, as in max_new_tokens=64"
+            )
         known = vars(GenerationConfig())
         for name in self.settings:
             if name not in known or name.startswith("_"):
@@ -123,7 +127,11 @@ class Options:
 def set_greedy(options: Any) -> None:
     """Set frozen options to greedy decoding if `top_p` is 0, or if `temperature` is so low that it means that."""
     temperature, top_p = options.temperature, options.top_p
-    if top_p == 0 or (temperature is not None and 0 < temperature < LOWEST_TEMPERATURE):
+    try:
+        cold = temperature is not None and 0 < temperature < LOWEST_TEMPERATURE
+    except TypeError:
+        raise SelfspecError(f"temperature {short(temperature)}: expected a number") from None
+    if top_p == 0 or cold:
         object.__setattr__(options, "temperature", 0.0)
     if top_p == 0:
         object.__setattr__(options, "top_p", None)
@@ -181,13 +189,19 @@ def options_method(
 ) -> Callable[Concatenate[OwnerT, RequestT, P], ResultT]:
     """Return a method that takes a request and the fields of `options`, and calls `call(self, request, options)`.
 
-    The method has the name (without a leading `_`), the docstring and the return type of `call`.
+    The method has the name (without a leading `_`), the docstring and the return type of `call`. Its `TypeError` for an
+    unknown keyword argument says what was probably meant.
     """
+    name = call.__name__.removeprefix("_")
+    owner, request = list(inspect.signature(call).parameters.values())[:2]
+    from_fields: Callable[..., OptionsT] = options
 
-    def method(self: OwnerT, request: RequestT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        return call(self, request, options(*args, **kwargs))
+    def method(*args: Any, **kwargs: Any) -> ResultT:
+        signature = inspect.signature(method)
+        check_keywords(name, signature.parameters, kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        return call(given.pop(owner.name), given.pop(request.name), from_fields(**given))
 
-    method.__name__, method.__doc__ = call.__name__.removeprefix("_"), call.__doc__
-    known = list(inspect.signature(call).parameters.values())[:2]  # `self` and the request
-    show_signature(method, options, *known, returns=call.__annotations__["return"])
-    return method
+    method.__name__, method.__doc__ = name, call.__doc__
+    show_signature(method, options, owner, request, returns=call.__annotations__["return"])
+    return cast("Callable[Concatenate[OwnerT, RequestT, P], ResultT]", method)

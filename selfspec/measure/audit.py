@@ -266,11 +266,14 @@ def compare(
     rounds: int,
     plain_llm: LLM | None = None,
     as_loaded: LLM | None = None,
+    on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
+    on_run: Callable[[str, int], None] = lambda name, prompt: None,
 ) -> Comparison:
     """Decode one prompt without drafts, with `drafter`, and by `transformers`, interleaved, `rounds` times each.
 
     `plain_llm` and `as_loaded`: copies of the model for plain decoding and for `transformers`, in the weight layouts
-    that suit them (None: `llm`).
+    that suit them (None: `llm`). `on_warm` and `on_run`: as in `interleave`, of the methods `plain`, `draft` and
+    `transformers`.
     """
     last: dict[str, Generation] = {}
     planned = llm.plan(prompt, options)
@@ -280,7 +283,7 @@ def compare(
         "draft": method(llm, drafter, options, keep=lambda out: last.update(draft=out)),
         "transformers": transformers_generate(as_loaded or llm, options),
     }
-    runs = interleave(methods, [prompt], rounds=rounds)
+    runs = interleave(methods, [prompt], rounds=rounds, on_warm=on_warm, on_run=on_run)
     plain, draft = last["plain"], last["draft"]
     difference = None
     if comparable:

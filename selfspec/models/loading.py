@@ -16,7 +16,7 @@ from selfspec.basics.machine import unreachable
 from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabulary
 from selfspec.models.gguf import check_gguf, description, load_dequantized, own_dtype
 from selfspec.models.gguf_header import is_gguf
-from selfspec.models.hub_names import PACKAGED, check_config, is_hub_name, packaged_file, pinned, stored
+from selfspec.models.hub_names import PACKAGED, check_config, did_you_mean, is_hub_name, packaged_file, pinned, stored
 
 if TYPE_CHECKING:
     import torch
@@ -132,11 +132,18 @@ def check_model_name(name: str) -> None:
 
 
 def check_at_hand(name: str) -> None:
-    """Raise `SelfspecError` if `name` cannot be a model, or is a hub id without a local copy and the hub is offline."""
+    """Raise `SelfspecError` if `name` cannot be a model, or is a hub id without a local copy and the hub is offline.
+
+    A mistyped name of a built-in or packaged model is not looked up on the hub; the error names the model.
+    """
     check_model_name(name)
     base = _base(name)
     here = base == builtin.NAME or gguf_file(base) is not None or kind(Path(base)) == "folder"
-    if not here and stored_config(base) is None and (why := unreachable()) is not None:
+    if here or stored_config(base) is not None:
+        return
+    if (meant := did_you_mean(name)) is not None:
+        raise SelfspecError(f"model {name}: no such folder; did you mean {meant}?")
+    if (why := unreachable()) is not None:
         named = name if base == name else f"{base}, which the adapter {name} changes,"
         raise SelfspecError(f"model {named} cannot be loaded: there is no such folder; {why}")
 

@@ -5,7 +5,8 @@ Errors are `ApiError`s that name the field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -267,16 +268,18 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _as_api_error(error) from None
+        raise _as_api_error(error, kind.model_fields) from None
 
 
-def _as_api_error(error: ValidationError) -> ApiError:
-    """Return the first validation error as an `ApiError` of one line."""
+def _as_api_error(error: ValidationError, fields: Iterable[str]) -> ApiError:
+    """Return the first validation error as an `ApiError` of one line; `fields`: the names that the body may have."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(map(str, first["loc"]))[:200]
     match first["type"]:
         case "extra_forbidden":
-            return wrong(f"{where}: no such field", where, "unknown_parameter")
+            near = difflib.get_close_matches(where, fields, 1, cutoff=0.7)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return wrong(f"{where}: no such field{hint}", where, "unknown_parameter")
         case "missing":
             return wrong(f"{where} is missing", where, "missing_required_parameter")
     return wrong(f"{where}: {first['msg']}", where)

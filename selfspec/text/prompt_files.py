@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from selfspec import builtin
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, one_line
 from selfspec.basics.files import kind, read_text
 from selfspec.text.datasets_prompts import PRESETS, Use, read_folder, read_parquet, read_preset
 from selfspec.text.prompt_template import FileTexts, Prompt, PromptTemplate, check_unicode, json_row, lines
@@ -180,7 +180,10 @@ def _row_of(shape: PromptTemplate) -> Callable[[str, str], Prompt]:
 def _prompt(row: Any, shape: PromptTemplate, *, where: str) -> Prompt:
     prompt = shape.prompt(row) if isinstance(row, dict) else None
     if prompt is None:
-        raise SelfspecError(f"{where}: expected an object whose {shape}")
+        hint = ""
+        if isinstance(row, dict) and row and not set(shape.names) & set(row):
+            hint = f" (there are: {one_line(', '.join(row))[:200]}); name another column"
+        raise SelfspecError(f"{where}: expected an object whose {shape}{hint}")
     return check_unicode(prompt, where) if isinstance(prompt, str) else prompt
 
 

@@ -48,6 +48,10 @@ def token_ids(prompt: Any) -> list[int]:
         ids = ids[0]
     if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(isinstance(i, bool) for i in ids):
         raise SelfspecError(f"a prompt is a text, token ids or messages; got {type(prompt).__name__}")
+    if any(isinstance(i, (str, list, tuple, Mapping)) for i in ids):
+        raise SelfspecError(
+            "a prompt is one text, token ids or messages; got a list of prompts, which generate_many takes"
+        )
     try:
         return [operator.index(i) for i in ids]
     except TypeError:
@@ -100,6 +104,13 @@ class PromptTemplate:
             named = " or ".join(filter(None, (", ".join(most), last)))
             raise SelfspecError(f"no column {named} (there are: {', '.join(list(available)[:20])}); name another")
         return selected
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that a prompt may be made of."""
+        if self.template is not None:
+            return _names(self.template)
+        return DEFAULT_COLUMNS if self.column is None else (self.column,)
 
     def prompt(self, row: Mapping[str, Any]) -> Prompt | None:
         """Return the prompt of a row; None if a text is missing, empty or of another type."""

@@ -143,6 +143,18 @@ class TestGenerate:
         assert data["compare"]["speedup"] > 0
         assert data["compare"]["plain"]["drafted"] == 0
 
+    def test_compare_says_what_it_does_while_it_does_it(self, cli, profile_file):
+        args = ("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 8, "--compare")
+        _, out, err = cli(*args)
+        assert "warm-up" not in out
+        assert [line.partition(":")[0] for line in err.splitlines()] == [
+            "comparing plain decoding, drafts, transformers' generate; a warm-up and 3 runs of each ...",
+            "warm-up, plain decoding",
+            "warm-up, drafts",
+            "warm-up, transformers' generate",
+        ]
+        assert cli(*args, "--quiet")[2] == ""
+
     def test_compare_names_the_first_difference(self, ran, profile_file, wrong_rule, monkeypatch):
         monkeypatch.setattr(Guard, "_to_spend", lambda self, timed: 1e9)  # drafts on any machine
         out = ran("generate", PROMPT, "--profile", profile_file, "--max-new-tokens", 20, "--compare")

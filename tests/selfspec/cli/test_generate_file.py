@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -57,7 +58,18 @@ def test_each_is_what_the_prompt_gives_alone(folder, monkeypatch, llm, capsys):
         assert found[index]["tokens"] == alone.tokens
         assert found[index]["prompt"] == prompt
         assert found[index]["finish"] == "length"
-    assert "4 prompts, 32 tokens in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "4 prompts, 32 tokens in" in said
+    assert "preemptions" in said
+
+
+def test_the_last_line_says_how_much_was_decoded_and_where_it_is(folder, monkeypatch, capsys):
+    assert many(monkeypatch) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"4 prompts, 32 tokens in [\d.]+ s \([\d.]+ a second\); results: out.jsonl", last)
+    (folder / "out.jsonl").unlink()
+    assert many(monkeypatch, "--quiet") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_what_the_file_has_is_not_made_again(folder, monkeypatch, capsys):

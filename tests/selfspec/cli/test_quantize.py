@@ -11,7 +11,7 @@ import selfspec.search.quantizing as quantizing
 from selfspec.draft_modules.module_files import read_part
 from selfspec.profile.reading import read_profile
 
-FEW = ["--texts", "3", "--max-new-tokens", "9", "--threads", "1"]
+FEW = ["--num-prompts", "3", "--max-new-tokens", "9", "--threads", "1"]
 
 
 def test_weights_and_a_profile_that_uses_them(cli):
@@ -63,7 +63,7 @@ def test_an_interrupted_call_is_resumed(cli, monkeypatch):
     monkeypatch.setattr(quantizing, "write_int4", interrupted)
     code, _, err = cli("quantize", *FEW)
     assert code == 130
-    assert "to resume, run the same command again: selfspec quantize --texts 3" in err
+    assert "to resume, run the same command again: selfspec quantize --num-prompts 3" in err
     assert len(list(Path("int4.safetensors.layers").glob("*.safetensors"))) == 5
     counts = []
 

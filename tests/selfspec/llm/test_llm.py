@@ -52,6 +52,13 @@ def test_generate_gives_text_tokens_and_stats(llm, drafter):
     assert s.as_dict()["work"] == {"draft step": s.drafted}
 
 
+def test_an_llm_is_told_in_a_line(llm):
+    assert repr(llm) == "LLM('builtin', float32 on cpu, LeanRuntime, drafts: none)"
+    profile = find_profile_file("stdlib-llama-3.7m")
+    drafting = LLM(llm.model, llm.tokenizer, name="builtin", profile=profile)
+    assert repr(drafting).endswith("LeanRuntime, drafts: 19 sub-layers skipped)")
+
+
 def test_stats_are_told_in_a_line(llm, drafter):
     stats = llm.generate(PROMPT, max_new_tokens=30, drafter=drafter).stats
     assert stats.log
@@ -246,7 +253,8 @@ def test_the_readers_time_is_not_the_generations(llm, monkeypatch):
         (None, {}, "a prompt is a text, token ids or messages; got NoneType"),
         ([1.5], {}, "whole numbers"),
         ([True], {}, "got list"),
-        (["a"], {}, "whole numbers"),
+        (["a"], {}, "got a list of prompts, which generate_many takes"),
+        ([[5], [6]], {}, "got a list of prompts, which generate_many takes"),
         ("\ud800", {}, "not valid Unicode"),
         (PROMPT, {"max_new_tokens": 3.5}, "max_new_tokens 3.5: expected a whole number"),
         (PROMPT, {"stop": ["\ud800"]}, "a stop string is empty or not valid text"),
@@ -258,6 +266,7 @@ def test_the_readers_time_is_not_the_generations(llm, monkeypatch):
         (PROMPT, {"max_new_tokens": 1020}, r"\(1024 positions\): at most 1015 new tokens fit"),
         ([5] * 1025, {"max_new_tokens": 1}, "no new token fits"),
         (PROMPT, {"temperature": -0.5}, "temperature -0.5"),
+        (PROMPT, {"temperature": "hot"}, "temperature 'hot': expected a number"),
     ],
     ids=str,
 )

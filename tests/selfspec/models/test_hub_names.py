@@ -49,6 +49,27 @@ def test_one_that_is_not_there(cached):
         check_at_hand("org/model@v3")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("smolm2-135m", "smollm2-135m"),
+        ("SmolLM2-135M", "smollm2-135m"),
+        ("biultin", "builtin"),
+        ("smolm2", "smollm2-135m"),
+    ],
+)
+def test_a_mistyped_name_is_not_looked_up_on_the_hub(monkeypatch, name, meant):
+    monkeypatch.setattr("selfspec.models.loading.unreachable", lambda: pytest.fail("asked the hub"))
+    with pytest.raises(SelfspecError, match=rf"model {name}: no such folder; did you mean {meant}\?"):
+        check_at_hand(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/smollm2-135m", "distilgpt2"])
+def test_names_of_the_hub_are_looked_up(cached, name):
+    with pytest.raises(SelfspecError, match="HF_HUB_OFFLINE"):
+        check_at_hand(name)
+
+
 def test_names_for_transformers(tmp_path):
     assert pinned("org/model") == ("org/model", {})
     assert pinned("org/model@refs/pr/1") == ("org/model", {"revision": "refs/pr/1"})

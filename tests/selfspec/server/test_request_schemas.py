@@ -111,6 +111,7 @@ WRONG = {
     "stream in words": (completion(stream="yes"), "stream", "valid boolean"),
     "options of no stream": (completion(stream_options={"include_usage": True}), "stream_options", "stream: true"),
     "an unknown field": (completion(colour="red"), "colour", "no such field"),
+    "another library's name": (completion(max_new_tokens=3), "max_new_tokens", "did you mean max_tokens?"),
     "an unknown inner field": (
         completion(stream=True, stream_options={"a": 1}),
         "stream_options.a",
