@@ -206,5 +206,8 @@ def test_a_round_is_its_passes_and_what_it_decides():
     one = 32 * 9 + 5
     assert found[0][0] == one + predict.PLAIN_NODES
     assert found[8][0] == 9 * one + predict.ROUND_NODES + 8 * predict.STEP_NODES
+    trees = {length: (nodes, took) for length, nodes, took in predict.trees(predict.LLAMA_8B, 2048, 3e12, 1.5e-6)}
+    assert trees[8][0] == found[8][0] + predict.TREE_NODES
+    assert all(0 < took / found[length][1] - 1 < 0.03 for length, (_, took) in trees.items())  # nearly free
     draft = predict.pass_seconds(predict.LLAMA_8B, 1, 2048, ("int4", "int8"), 3e12, 1.5e-6)
     assert found[8][1] - found[6][1] == pytest.approx(2 * draft, rel=0.01)

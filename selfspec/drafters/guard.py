@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from selfspec.basics.machine import clock
-from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
+from selfspec.runtime.device_rounds import PLAIN, RoundPlan, RoundPlanner
 from selfspec.speculation.drafter import DelegatingDrafter, Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -58,7 +58,7 @@ class _Round:
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
     guided: bool = False  # whether guides force tokens in this round, which make it wider than its drafts do
-    length: int = 0  # drafted tokens of each sequence, if the round was planned for the device
+    plan: RoundPlan = PLAIN  # if the round was planned for the device
 
 
 @dataclass(slots=True)
@@ -254,14 +254,16 @@ class Guard(DelegatingDrafter):
             asked, limit = limit, self._by_clock(seconds, limit, 1 / len(seqs))
             if asked.depth and not limit.depth:
                 self.round_times.deny(seconds)
-        lost = sum(self._steps_lost(steps_of(planned.length), planned.length, 1) for planned in self._planned)
+        plans = [planned.plan for planned in self._planned]
+        lost = sum(self._steps_lost(steps_of(plan.length), plan.nodes, 1) for plan in plans)
         for seq in set(seqs) - timed:
             limit = self._by_payoff(_Account(self._accounts[seq].slack - lost), limit)
         plan = self.drafter.plan_round(seqs, limit, ahead=ahead)
         if plan is not None:
-            n, count = plan.length, len(seqs)
-            work = tuple((call, count * calls) for call, calls in steps_of(n)) or None
-            self._planned.append(_Round(begun, self.round_times, set(seqs), work=work, drafted=n * count, length=n))
+            count = len(seqs)
+            work = tuple((call, count * calls) for call, calls in steps_of(plan.length)) or None
+            nodes = plan.nodes * count
+            self._planned.append(_Round(begun, self.round_times, set(seqs), work=work, drafted=nodes, plan=plan))
         return plan
 
     def _seconds_lost(self, planned: _Round) -> float:
@@ -269,7 +271,7 @@ class Guard(DelegatingDrafter):
         times = planned.round_times
         if planned.work is None:
             return 0.0
-        return times.draft(planned.work) + times.seconds_besides_drafting(planned.length) - (1 + SHARE) * times.step
+        return times.draft(planned.work) + times.seconds_besides_drafting(planned.plan.nodes) - (1 + SHARE) * times.step
 
     def _steps_lost(self, work: Work | None, drafted: int, tokens: int) -> float:
         """Return the plain steps that a round with this draft loses by the payoff model, if it emits `tokens`."""
@@ -345,7 +347,7 @@ class Guard(DelegatingDrafter):
         account, draft, tokens = self._account(seq), outcome.draft, len(outcome.tokens)
         planned = self._planned[0] if self._planned and seq in self._planned[0].left else None
         if not self._timed(seq):
-            drafted = len(draft) if planned is None else planned.length
+            drafted = len(draft) if planned is None else planned.plan.nodes
             account.slack -= self._steps_lost(draft.work, drafted, tokens)
         elif planned is not None:
             if planned.took is None:

@@ -10,8 +10,10 @@ from selfspec.controllers.draft_loop import DraftLengths
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.drafters.head_drafter import HeadBelow
 from selfspec.proposers.base import Proposal, ProposerChain
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
+from selfspec.runtime.device_trees import TREE_ROWS
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
@@ -33,8 +35,9 @@ class LayerSkipDrafter(ChainDrafter):
     controller sends lookup tokens directly to verification, that round drafts nothing along the path. `below`: a draft
     head that proposes lookup tokens too.
 
-    Rounds may run on the device (`plan_round`) where tokens are drafted one by one, without lookup tokens, a draft head
-    or further candidates, and the controller is a `StoppingRule`.
+    Rounds may run on the device (`plan_round`) without a draft head and with no other proposer than `Lookup`, if the
+    controller has a `StoppingRule`. Tokens are drafted there one by one. Further candidates of each position, and then
+    lookup tokens, fill what is left of `TREE_ROWS`; in a batch with a scheduler there are none of either.
 
     Raises `SelfspecError` for a path that does not fit the model (`Runtime.compile`), and if `candidates` is below 1 or
     more than a verification pass holds.
@@ -87,18 +90,22 @@ class LayerSkipDrafter(ChainDrafter):
         Each sequence's controller ends its draft; the longest is as long as any controller lets its drafts be. With a
         scheduler `load`, it chooses one length for all of several sequences instead.
         """
-        alone = self.on_device and self.below is None and self.candidates == 1 and not self.proposer_chain.proposers
-        if not alone:
+        proposers = self.proposer_chain.proposers
+        if not self.on_device or self.below is not None or not all(type(each) is Lookup for each in proposers):
             return None
         load, controllers = self.load if len(seqs) > 1 else None, [self.controller_of(seq) for seq in seqs]
         rules = [controller.stopping(LENGTHS[-1]) if load is None else _least(controller) for controller in controllers]
         stopping = [rule for rule in rules if rule is not None]
         if len(stopping) < len(seqs):
             return None
-        most, on_read = min(limit.depth, limit.nodes), None
+        most, on_read, candidates, lookup = min(limit.depth, limit.nodes), None, 1, None
         if load is None:
             each = [self._lengths[seq].choose(rule, LENGTHS, most) for seq, rule in zip(seqs, stopping, strict=True)]
             length = max(each)
+            left = min(limit.nodes, TREE_ROWS - 1)
+            candidates = max(1, min(self.candidates, left // max(length, 1)))
+            branch = max(0, left - length * candidates) if length else 0
+            lookup = branch if proposers else None
         else:
             firsts = [self.first_chance(seq, load.first) for seq in seqs]
             pairs = [c.acceptance_chances((), first) for c, first in zip(controllers, firsts, strict=True)]
@@ -106,7 +113,9 @@ class LayerSkipDrafter(ChainDrafter):
             allowed = [n for n in LENGTHS if n <= min(most, max(rule.most for rule in stopping))]
             length = load.common_length(hopes, sum(later) / len(later), allowed)
             on_read = partial(load.record_common, length)
-        return RoundPlan(length, self._compiled, stopping, self.confidence, self.source, on_read)
+        return RoundPlan(
+            length, self._compiled, stopping, self.confidence, self.source, on_read, candidates, lookup, Lookup.name
+        )
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Start the sequence, also in the draft head below the path, if there is one."""
@@ -120,7 +129,7 @@ class LayerSkipDrafter(ChainDrafter):
         """Report the accepted tokens to the controller, and the committed tokens to a draft head below the path."""
         super().observe(seq, outcome)
         if (lengths := self._lengths.get(seq)) is not None:
-            lengths.observe(len(outcome.draft), sum(calls for _, calls in outcome.draft.work))
+            lengths.observe(len(outcome.draft.confidence), sum(calls for _, calls in outcome.draft.work))
         if self.below is not None:
             self.below.texts.observe(seq, outcome)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.device_rounds import Flight, RoundPlanner
+from selfspec.runtime.device_rounds import LENGTHS, Flight, RoundPlanner
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.methods import WIDEST_DRAFT
 
 
 class OverlappedRounds:
@@ -59,9 +58,9 @@ class OverlappedRounds:
         rounds = self._runtime.device_rounds
         assert self._planner is not None
         assert rounds is not None
-        longest = rounds.longest(seqs)
-        if longest < 0:
+        widest = rounds.widest(seqs)
+        if widest < 0:
             return None
-        limit = Limit(min(longest, WIDEST_DRAFT) if drafts else 0)
+        limit = Limit(min(widest, LENGTHS[-1]) if drafts else 0, widest)
         plan = self._planner.plan_round(seqs, limit, ahead=before is not None)
         return None if plan is None else rounds.launch(seqs, plan, before)

@@ -214,6 +214,20 @@ class Cache(CacheRows):
         for t in (t for pair in self._buffers for t in pair):  # all layers of a device at once
             t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, slot_index.to(t.device)))
 
+    def rearrange(self, rows: slice, to: Tensor, slots: Tensor) -> None:
+        """Copy the keys and values of all layers in `slots` `[B, n]` of the B cache `rows` to slots `to` `[B, n]`.
+
+        Can be captured in a graph. The positions of the tokens copied become the numbers of their slots.
+        """
+        first, end, _ = rows.indices(self.rows)
+        for t in (t for pair in self._buffers for t in pair):
+            part = t[:, first:end]  # [L, B, H_kv, slots, d]
+            shape = (*part.shape[:3], slots.shape[1], part.shape[4])
+            here, there = (of.view(1, len(of), 1, -1, 1).expand(shape) for of in (slots.contiguous(), to.contiguous()))
+            part.scatter_(3, there, part.gather(3, here))
+        if self.positions is not None:
+            self.positions[rows].scatter_(1, to, to)
+
     def commit(self, row: int, path: Sequence[int]) -> None:
         """Commit the root of a verified draft and the accepted nodes on `path`, in order; discard all other nodes.
 

@@ -288,6 +288,21 @@ class Graphs:
         mask = self._numbers[:kv_len] <= (slots[:1] if alike else slots).unsqueeze(-1)
         return PassInputs(batch, n, positions, slots, mask, rows, causal=True)
 
+    def tree_inputs(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        visible: Callable[[Tensor, Tensor], Tensor],
+        kv_len: int,
+        rows: slice,
+    ) -> PassInputs:
+        """Return the inputs of a pass to capture over token trees at `slots` `[B, n]`; a tree's root comes first.
+
+        `visible`: from the roots' slots `[B]` and all slots `[S]`, which of these each token sees `[B, n, S]`.
+        """
+        mask = visible(slots[:, 0], self._numbers[:kv_len])
+        return PassInputs(len(slots), slots.shape[1], positions, slots, mask, rows)
+
     def _capture(self, compiled: LeanPath, shape: GraphKey, inputs: _Inputs, rows: slice) -> _Graph | None:
         """Capture a pass whose inputs are filled in. Return None and warn if the capture fails."""
         scratch = Scratch(self.passes.skeleton.sizes, shape.batch, shape.n, self.device)

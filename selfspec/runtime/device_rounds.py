@@ -13,6 +13,7 @@ import logging
 import struct
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError, reason, switched
+from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.compiled_path import CompiledPath, LeanPath
 from selfspec.runtime.cuda_graphs import ROWS, SHAPES, Graphs, Replay
 from selfspec.runtime.device_noise import StreamNumbers, TiedNoise
-from selfspec.runtime.device_rules import SAMPLED, Drafts, follow, sample
-from selfspec.runtime.device_tokens import Chosen, choose, confidences, goes_on, leading
+from selfspec.runtime.device_rules import SAMPLED, Drafts, Verdicts, follow, sample
+from selfspec.runtime.device_tokens import Chosen, choose, confidences, goes_on, leading, others
+from selfspec.runtime.device_trees import TREE_ROWS, DeviceTree, Texts, path_of
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
@@ -47,6 +50,8 @@ class RoundPlan(NamedTuple):
     """The plan of a round: it drafts `length` tokens (0 or one of `LENGTHS`) of each sequence along `path`.
 
     `stopping` decides for each sequence after which of them its draft ends. `source`: the name of the tokens' source.
+    With `candidates` above 1, each position has that many. `lookup` tokens of the source `lookup_source` are a second
+    branch below the root, looked up on the device; None: no round of the drafter looks any up.
     The length is fixed, so tokens beyond the end of the draft are verified too. They are never accepted, even where the
     target chooses the same: drafts, and what the controller learns from them, are then those of rounds on the host,
     which would not have drafted these tokens. `on_read`: called with the number of sequences when the round is read.
@@ -58,6 +63,22 @@ class RoundPlan(NamedTuple):
     confidence: Confidence = PROBABILITY
     source: str = ""
     on_read: Callable[[int], object] | None = None
+    candidates: int = 1
+    lookup: int | None = None
+    lookup_source: str = ""
+
+    @property
+    def nodes(self) -> int:
+        """The tokens that the round verifies of each sequence, besides the root."""
+        return self.length * self.candidates + (self.lookup or 0)
+
+    @property
+    def depth(self) -> int:
+        """The most of them that can be accepted."""
+        return max(self.length, self.lookup or 0)
+
+
+PLAIN = RoundPlan()  # a plain decode step
 
 
 @runtime_checkable
@@ -73,9 +94,11 @@ class RoundPlanner(Drafter, Protocol):
 
 
 class _Key(NamedTuple):
-    """The key of a captured round: draft length, KV length, cache rows, and how tokens are chosen."""
+    """The key of a captured round: the draft's shape, KV length, cache rows, and how tokens are chosen."""
 
     length: int
+    candidates: int
+    lookup: int | None
     kv_len: int
     first_row: int
     batch: int
@@ -93,7 +116,7 @@ class _Key(NamedTuple):
 class _Result(NamedTuple):
     """A captured round's tensors: `state`, as the next round reads it; `numbers`, all that the host reads.
 
-    `logits` and `p` `[B, 1 + length, V]` are those of the verification pass; p only in sampling.
+    `logits` and `p` `[B, 1 + m, V]` are those of the verification pass over m tokens; p only in sampling.
     """
 
     state: Tensor
@@ -139,7 +162,9 @@ class DeviceRounds:
         self._device = device
         self._state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         self._ends = torch.full((rows, _ENDS), -1, device=device)
-        self._steps = torch.arange(1 + LENGTHS[-1], device=device)
+        self._steps = torch.arange(TREE_ROWS, device=device)
+        self._texts: Texts | None = None
+        self._trees: dict[tuple[int, int, int], DeviceTree] = {}
         self._rules: dict[int, Tensor] = {}  # of each cache row, by the number of the curve's knots
         self._sent_rules: list[StoppingRule] = []
         self._noise: TiedNoise | None = None
@@ -147,13 +172,14 @@ class DeviceRounds:
         self._made: WeakKeyDictionary[LeanPath, dict[_Key, _Captured]] = WeakKeyDictionary()
         self._refused: set[Hashable] = set()  # settings of samplers with which no round can be captured
 
-    def longest(self, seqs: Sequence[SequenceState]) -> int:
-        """Return the most tokens that a round of these sequences can draft; below 0: it has to run on the host.
+    def widest(self, seqs: Sequence[SequenceState]) -> int:
+        """Return the most tokens that a round can verify of each sequence; below 0: it has to run on the host.
 
         Kernels that read the KV length on the device take a number of tokens at most.
         """
         block = block_of([seq.row for seq in seqs], self._cache.rows)
-        return ROWS // (block.stop - block.start) - 1 if self._graphs.passes.reads_lengths else LENGTHS[-1]
+        most = ROWS // (block.stop - block.start) if self._graphs.passes.reads_lengths else TREE_ROWS
+        return min(most, TREE_ROWS) - 1
 
     @torch.inference_mode()
     def launch(self, seqs: Sequence[SequenceState], plan: RoundPlan, before: Flight | None) -> Flight | None:
@@ -161,24 +187,27 @@ class DeviceRounds:
 
         `before`: the round that was launched and not read, whose sequences include these; None: all rounds were read.
         """
-        plan = plan if plan.length else RoundPlan()  # plain decode steps do not depend on the drafter
-        path, sampler, length = plan.path or self._full, seqs[0].sampler, plan.length
+        if not plan.length:  # plain decode steps do not depend on the drafter
+            plan = RoundPlan(lookup=None if plan.lookup is None else 0)
+        path, sampler, tree = plan.path or self._full, seqs[0].sampler, self._tree(plan)
         assert isinstance(path, LeanPath)
-        unread = 0 if before is None else 1 + before.plan.length
-        ends = [len(seq.tokens) + unread + length for seq in seqs]  # at most: slots before these are written
+        unread = 0 if before is None else 1 + before.plan.depth
+        known = [len(seq.tokens) + unread for seq in seqs]  # at most
         settings, knots = self._settings(seqs), {_knots(stopping) for stopping in plan.stopping} or {0}
-        if settings is None or len(knots) > 1 or max(ends) > self._graphs.end:
+        end = max(known) + plan.nodes  # slots before it are written
+        if settings is None or len(knots) > 1 or end > self._graphs.end or not self._follows(plan, seqs, before):
             return None
         block = block_of([seq.row for seq in seqs], self._cache.rows)
-        batch, kv_len = block.stop - block.start, self._graphs.kv_len(max(ends))
-        key = _Key(length, kv_len, block.start, batch, seqs[0].verification_rule(), settings, plan.confidence, *knots)
-        for seq, end in zip(seqs, ends, strict=True):
-            if key.rule is match:
-                self._noise_sent(seq, end + 1)
-            elif key.rule in SAMPLED:
-                self._numbers.send(seq.row, seq.sampler, 2 * (unread + length) + 1)
+        batch, kv_len, shape = block.stop - block.start, self._graphs.kv_len(end), (plan.length, plan.candidates)
+        rule = seqs[0].verification_rule()
+        key = _Key(*shape, plan.lookup, kv_len, block.start, batch, rule, settings, plan.confidence, *knots)
+        for seq, tokens in zip(seqs, known, strict=True):
+            if rule is match:
+                self._noise_sent(seq, tokens + plan.depth + 1)
+            elif rule in SAMPLED:
+                self._numbers.send(seq.row, seq.sampler, 2 * (unread + plan.length) + 1)
         if before is None:
-            self._send_state(seqs)
+            self._send_state(seqs, texts=plan.lookup is not None)
         else:
             for seq in before.seqs:
                 if seq not in seqs:
@@ -187,7 +216,7 @@ class DeviceRounds:
         made = self._made.setdefault(path, {})
         captured = made.get(key)
         if captured is None:
-            captured = self._captured(path, key, sampler) if len(made) < SHAPES else None
+            captured = self._captured(path, key, sampler, tree) if len(made) < SHAPES else None
             if captured is None:
                 return None
             made[key] = captured
@@ -197,6 +226,23 @@ class DeviceRounds:
         # The next replay overwrites the results, so that they are copied before it.
         p = None if result.p is None else result.p.clone()
         return Flight(seqs, plan, block.start, Transfer(result.numbers), result.logits.clone(), p)
+
+    def _tree(self, plan: RoundPlan) -> DeviceTree | None:
+        """Return the shape of a plan's tree; None for chains."""
+        if plan.nodes == plan.length:
+            return None
+        shape = plan.length, plan.candidates, plan.lookup or 0
+        if shape not in self._trees:
+            self._trees[shape] = DeviceTree(*shape, self._device)
+        return self._trees[shape]
+
+    @staticmethod
+    def _follows(plan: RoundPlan, seqs: Sequence[SequenceState], before: Flight | None) -> bool:
+        """Return whether a plan's tree can be verified, and its text is on the device after the round `before`."""
+        drawn = seqs[0].verification_rule() in SAMPLED
+        if drawn and (plan.candidates > 1 or plan.lookup is not None):
+            return False
+        return plan.lookup is None or before is None or before.plan.lookup is not None
 
     def read(self, flight: Flight, seqs: Sequence[SequenceState]) -> list[Outcome]:
         """Wait for a round, commit the keys and values of `seqs`, which are some of its sequences, and emit tokens.
@@ -210,23 +256,27 @@ class DeviceRounds:
         return [self._committed(flight, seq, of_seq) for seq, of_seq in zip(seqs, numbers, strict=True)]
 
     def _committed(self, flight: Flight, seq: SequenceState, numbers: Sequence[int]) -> Outcome:
-        """Commit a sequence's part of a round. `numbers` end with the drafted tokens and their confidences' bits."""
-        token, drafted, accepted, _, used, *others = numbers
-        length, row = flight.plan.length, seq.row - flight.first_row
-        draft, path = NO_DRAFT, tuple(range(accepted))
-        if drafted:
-            bits = others[length:][:drafted]
-            draft = Draft.chain(
-                others[:drafted],
-                confidence=struct.unpack(f"{drafted}d", struct.pack(f"{drafted}q", *bits)),
-                work=passes_of([1] * length),
-                sources=[flight.plan.source] * drafted,
-            )
-        self._cache.commit(seq.row, path)
+        """Commit a sequence's part of a round. `numbers` end with the verified tokens and the confidences' bits."""
+        token, drafted, accepted, _, used, *rest = numbers
+        plan, row, tree = flight.plan, seq.row - flight.first_row, self._tree(flight.plan)
+        found, last, rest = (0, accepted, rest) if tree is None else (rest[0], rest[1], rest[2:])
+        draft, path, right, rows = NO_DRAFT, tuple(range(accepted)), rest[:accepted], list(range(1 + drafted))
+        bits = rest[plan.nodes :][:drafted]
+        sure = struct.unpack(f"{drafted}d", struct.pack(f"{drafted}q", *bits))
+        work = passes_of([1] * plan.length)
+        if tree is not None and (drafted or found):
+            names = plan.source, plan.lookup_source
+            draft, order = tree.draft(rest[: plan.nodes], drafted, found, confidence=sure, work=work, sources=names)
+            right = [rest[node] for node in tree.path_to(last - 1)]
+            path, rows = path_of(draft, right), [0, *order]
+        elif drafted:
+            draft = Draft.chain(rest[:drafted], confidence=sure, work=work, sources=[plan.source] * drafted)
+        self._cache.commit(seq.row, range(accepted))  # the device has moved what it accepted of a tree
         seq.sampler.skip(used)
-        emitted = seq.emit([*others[:accepted], token])
-        p = None if flight.p is None else flight.p[row, : 1 + drafted]
-        return Outcome(draft, path, emitted, ForwardOutput(flight.logits[row : row + 1, : 1 + drafted]), p)
+        emitted = seq.emit([*right, token])
+        logits = _rows_of(flight.logits[row], rows)
+        p = None if flight.p is None else _rows_of(flight.p[row], rows)
+        return Outcome(draft, path, emitted, ForwardOutput(logits.unsqueeze(0)), p)
 
     def _settings(self, seqs: Sequence[SequenceState]) -> Hashable | None:
         """Return the settings of the sequences' samplers; None if a round with them has to run on the host."""
@@ -248,8 +298,8 @@ class DeviceRounds:
     def _vocabulary(self) -> int:
         return self._graphs.passes.skeleton.identity.vocabulary or 0
 
-    def _send_state(self, seqs: Sequence[SequenceState]) -> None:
-        """Copy the state of each cache row to the device."""
+    def _send_state(self, seqs: Sequence[SequenceState], *, texts: bool) -> None:
+        """Copy the state of each cache row to the device, and if `texts`, the sequences' tokens."""
         state, ends = [[0, 0, 0, 0]] * self._cache.rows, [[-1] * _ENDS] * self._cache.rows
         for seq in seqs:
             known = len(seq.tokens)
@@ -257,6 +307,10 @@ class DeviceRounds:
             ends[seq.row] = [*seq.ends, *[-1] * (_ENDS - len(seq.ends))]
         self._state.copy_(torch.tensor(state))
         self._ends.copy_(torch.tensor(ends))
+        if texts:
+            self._texts = self._texts or Texts(self._cache.rows, self._cache.slots, self._device)
+            for seq in seqs:
+                self._texts.send(seq.row, seq.tokens)
 
     def _send_rules(self, seqs: Sequence[SequenceState], rules: Sequence[StoppingRule], knots: int) -> None:
         """Copy the sequences' stopping rules to the device, unless they are there."""
@@ -281,83 +335,158 @@ class DeviceRounds:
             self._noise = TiedNoise(self._cache.rows, self._vocabulary, self._device)
         self._noise.send(seq.row, seq.sampler, len(seq.tokens), end)
 
-    def _captured(self, path: LeanPath, key: _Key, sampler: Sampler) -> _Captured | None:
+    def _captured(self, path: LeanPath, key: _Key, sampler: Sampler, tree: DeviceTree | None) -> _Captured | None:
         """Capture a round. Return None and warn if that fails."""
-        sizes, length, rows = self._graphs.passes.skeleton.sizes, key.length, key.rows
-        narrow, wide = scratches = tuple(Scratch(sizes, key.batch, n, self._device) for n in (1, 1 + length))
-        steps = self._steps[: 1 + length]
-
-        def is_end(tokens: Tensor) -> Tensor:
-            return (tokens.unsqueeze(-1) == self._ends[rows].unsqueeze(1)).any(-1)
-
-        def body() -> _Result:
-            root, start, longest, used = self._state[rows].unbind(1)
-            stopped, numbers = (longest <= start + 1).unsqueeze(1), start.unsqueeze(1) + steps
-            slots, positions = numbers.masked_fill(stopped, self._cache.spare), numbers.masked_fill(stopped, 0)
-            noise = self._noise.at(positions + 1, rows) if key.rule is match and self._noise is not None else None
-            random = self._numbers.at(used, 2 * length + 1, rows) if key.rule in SAMPLED else None
-            if self._cache.positions is not None:
-                self._cache.set_positions(positions, slots, 1 + length, rows)
-            chosen, sure, token = list[Chosen](), list[Tensor](), root
-            places = [
-                numbers.t().contiguous().unsqueeze(-1) for numbers in (slots, positions)
-            ]  # one copy for all steps
-            for i in range(length):
-                _, scores = self._scores(path, token.unsqueeze(1), places[0][i], places[1][i], key, sampler, narrow)
-                chosen.append(choose(scores, *(None if of is None else of[:, i] for of in (noise, random))))
-                sure.append(confidences(chosen[-1], key.confidence))
-                token = chosen[-1].tokens
-            tokens = torch.stack([root, *(one.tokens for one in chosen)], 1)
-            logits, scores = self._scores(self._full, tokens, slots, positions, key, sampler, wide)
-            if length:
-                possible, sureness = torch.stack([one.possible for one in chosen], 1), torch.stack(sure, 1)
-                going = goes_on(sureness, self._rules[key.knots][rows], key.knots) & ~is_end(tokens[:, 1:])
-                counted = possible & (going.roll(1, 1) | (steps[:-1] == 0))
-                drafted = torch.minimum(leading(counted), longest - start - 2).clamp(min=0)
-            else:
-                drafted = torch.zeros_like(root)
-            if random is None:
-                target = choose(scores, None if noise is None else noise.flatten(0, 1))
-                verdict, p = follow(tokens[:, 1:], steps[:-1] < drafted.unsqueeze(1), target), target.p
-            else:
-                p = sampler.probs(scores)
-                q = [one.p for one in chosen if one.p is not None]
-                drafts = Drafts(tokens[:, 1:], drafted, torch.stack(q, 1), random) if q else None
-                verdict = sample(p, random) if drafts is None else SAMPLED[key.rule](drafts, p.view(logits.shape))
-            accepted, after, able, taken = verdict
-            bits = [one.view(torch.long) for one in sure]
-            result = torch.stack(
-                [after, drafted, accepted, able.long(), taken, *(one.tokens for one in chosen), *bits], 1
-            )
-            emitted = torch.cat([after.unsqueeze(1), tokens[:, 1:]], 1)  # of which the first and those accepted count
-            ended = (is_end(emitted) & (steps <= accepted.unsqueeze(1))).any(1)
-            used = used if random is None else used + taken
-            state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0), used], 1)
-            return _Result(state, result, logits, None if p is None else p.view(logits.shape))
-
+        width, sizes = 1 + (key.length if tree is None else len(tree.parents)), self._graphs.passes.skeleton.sizes
+        scratches = Scratch(sizes, key.batch, 1, self._device), Scratch(sizes, key.batch, width, self._device)
         try:
-            return _Captured(*self._graphs.capture(body), scratches)
+            return _Captured(
+                *self._graphs.capture(partial(self._round, path, key, sampler, tree, scratches)), scratches
+            )
         except RuntimeError as error:
             if not self._refused:
                 _log.warning("CUDA graph capture of rounds failed; rounds run on the host (%s)", reason(error))
             self._refused.add(key.settings)
             return None
 
-    def _scores(
+    def _round(
+        self, path: LeanPath, key: _Key, sampler: Sampler, tree: DeviceTree | None, scratches: tuple[Scratch, Scratch]
+    ) -> _Result:
+        """Run a round; can be captured. `scratches`: the workspaces of draft steps and of verification."""
+        rows, steps = key.rows, self._steps[: scratches[1].n]
+        root, start, longest, used = self._state[rows].unbind(1)
+        stopped, numbers = (longest <= start + 1).unsqueeze(1), start.unsqueeze(1) + steps
+        slots = numbers.masked_fill(stopped, self._cache.spare)
+        depths = numbers if tree is None else start.unsqueeze(1) + tree.depths
+        positions = depths.masked_fill(stopped, 0)
+        noise = self._noise.at(positions + 1, rows) if key.rule is match and self._noise is not None else None
+        random = self._numbers.at(used, 2 * key.length + 1, rows) if key.rule in SAMPLED else None
+        if self._cache.positions is not None:
+            self._cache.set_positions(positions, slots, len(steps), rows)
+        chosen = self._draft(path, root, (slots, positions), (noise, random), key, sampler, scratches[0])
+        sure = [confidences(one, key.confidence) for one in chosen]
+        tokens = torch.stack([root, *(one.tokens for one in chosen), *_candidates(chosen, key.candidates)], 1)
+        most = longest - start - 2 if chosen else start  # tokens that may be accepted of a draft
+        drafted = self._drafted(chosen, tokens, sure, most, key) if chosen else torch.zeros_like(root)
+        found = torch.zeros_like(root) if tree is not None and not key.lookup else None
+        if key.lookup:
+            branch, found = self._found(slots[:, 0], most, key)
+            tokens = torch.cat([tokens, branch], 1)
+        if tree is None:
+            inputs = self._graphs.causal_inputs(slots, positions, key.kv_len, rows, alike=False)
+        else:
+            inputs = self._graphs.tree_inputs(slots, positions, tree.mask, key.kv_len, rows)
+        logits, scores = self._scores(self._full, tokens, inputs, sampler, scratches[1])
+        verified, right, extra = tokens[:, 1:], tokens[:, 1:], list[Tensor]()
+        p: Tensor | None
+        if random is not None:
+            p = sampler.probs(scores).view(logits.shape)
+            verdict = _judged(chosen, drafted, verified, p, random, key.rule)
+        else:
+            target = choose(scores, None if noise is None else noise.flatten(0, 1))
+            p = None if target.p is None else target.p.view(logits.shape)
+            if tree is None or found is None:
+                verdict = follow(verified, steps[:-1] < drafted.unsqueeze(1), target)
+            else:
+                last, verdict = tree.follow(verified, tree.counts(drafted, found), target)
+                accepted_rows = 1 + tree.paths.index_select(0, last)
+                self._cache.rearrange(rows, slots[:, 1 : 1 + tree.depth], slots.gather(1, accepted_rows))
+                right, extra = tokens.gather(1, accepted_rows), [found, last]
+        accepted, after, able, taken = verdict
+        bits = [one.view(torch.long) for one in sure]
+        columns = [after, drafted, accepted, able.long(), taken, *extra, *verified.unbind(1), *bits]
+        ended = self._emitted(after, right, accepted, slots[:, 0], key)
+        used = used if random is None else used + taken
+        state = torch.stack([after, start + accepted + 1, longest.masked_fill(ended, 0), used], 1)
+        return _Result(state, torch.stack(columns, 1), logits, p)
+
+    def _emitted(self, after: Tensor, right: Tensor, accepted: Tensor, place: Tensor, key: _Key) -> Tensor:
+        """Append what a round emits to the texts, if they are looked up in; return whether it ends its sequence `[B]`.
+
+        That is the first `accepted` `[B]` of `right` `[B, n]`, then `after` `[B]`. `place` `[B]`: the roots' slots.
+        """
+        emitted = torch.cat([after.unsqueeze(1), right], 1)
+        order, count = self._steps[: emitted.shape[1]], accepted.unsqueeze(1)
+        if key.lookup is not None and self._texts is not None:
+            self._texts.append(torch.where(order == count, after.unsqueeze(1), emitted.roll(-1, 1)), place, key.rows)
+        return (self._is_end(emitted, key.rows) & (order <= count)).any(1)
+
+    def _draft(
         self,
         path: LeanPath,
-        tokens: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        root: Tensor,
+        places: tuple[Tensor, Tensor],
+        chances: tuple[Tensor | None, Tensor | None],
         key: _Key,
         sampler: Sampler,
         scratch: Scratch,
+    ) -> list[Chosen]:
+        """Run the draft steps; return what each chose. `places`: slots and positions; `chances`: noise and numbers."""
+        slots, positions = (numbers.t().contiguous().unsqueeze(-1) for numbers in places)  # one copy for all steps
+        chosen, token = list[Chosen](), root
+        for i in range(key.length):
+            inputs = self._graphs.causal_inputs(slots[i], positions[i], key.kv_len, key.rows, alike=False)
+            _, scores = self._scores(path, token.unsqueeze(1), inputs, sampler, scratch)
+            chosen.append(choose(scores, *(None if of is None else of[:, i] for of in chances)))
+            token = chosen[-1].tokens
+        return chosen
+
+    def _drafted(
+        self, chosen: Sequence[Chosen], tokens: Tensor, sure: Sequence[Tensor], most: Tensor, key: _Key
+    ) -> Tensor:
+        """Return how many of the computed tokens, which are behind the roots, each drafts `[B]`, at most `most`."""
+        possible, sureness = torch.stack([one.possible for one in chosen], 1), torch.stack(list(sure), 1)
+        computed, rule = tokens[:, 1 : 1 + key.length], self._rules[key.knots][key.rows]
+        going = goes_on(sureness, rule, key.knots) & ~self._is_end(computed, key.rows)
+        counted = possible & (going.roll(1, 1) | (self._steps[: key.length] == 0))
+        return torch.minimum(leading(counted), most).clamp(min=0)
+
+    def _is_end(self, tokens: Tensor, rows: slice) -> Tensor:
+        """Return which of tokens `[B, n]` end their sequences."""
+        return (tokens.unsqueeze(-1) == self._ends[rows].unsqueeze(1)).any(-1)
+
+    def _found(self, place: Tensor, most: Tensor, key: _Key) -> tuple[Tensor, Tensor]:
+        """Return lookup tokens `[B, n]`, and how many of them count `[B]`, at most `most`.
+
+        `place` `[B]`: the roots' slots. No token behind an end-of-sequence token counts.
+        """
+        assert self._texts is not None
+        tokens, found = self._texts.look_up(place, key.lookup or 0, key.rows)
+        goes_on = ~self._is_end(tokens, key.rows).roll(1, 1) | (self._steps[: tokens.shape[1]] == 0)
+        return tokens, torch.minimum(leading(goes_on & found.unsqueeze(1)), most).clamp(min=0)
+
+    def _scores(
+        self, path: LeanPath, tokens: Tensor, inputs: PassInputs, sampler: Sampler, scratch: Scratch
     ) -> tuple[Tensor, Tensor]:
         """Run tokens `[B, n]` along a path; return logits `[B, n, V]` and scores `[B * n, V]`."""
-        inputs = self._graphs.causal_inputs(slots, positions, key.kv_len, key.rows, alike=False)
         logits = self._graphs.passes.forward(path, tokens, inputs, logits="all", scratch=scratch).logits
         assert logits is not None
         return logits, sampler.scores(logits.flatten(0, 1), ())
+
+
+def _candidates(chosen: Sequence[Chosen], count: int) -> list[Tensor]:
+    """Return the further `count` - 1 candidates `[B]` of each drafted token, position by position."""
+    return [token for one in chosen for token in others(one, count)]
+
+
+def _judged(
+    chosen: Sequence[Chosen], drafted: Tensor, tokens: Tensor, p: Tensor, numbers: Tensor, rule: Rule
+) -> Verdicts:
+    """Verify chains `[B, n]`, of which `drafted` `[B]` tokens count, by a rule that draws `numbers`.
+
+    `p` `[B, 1 + n, V]` are the target's probabilities.
+    """
+    q = [one.p for one in chosen if one.p is not None]
+    if not q:
+        return sample(p[:, 0], numbers)
+    return SAMPLED[rule](Drafts(tokens, drafted, torch.stack(q, 1), numbers), p)
+
+
+def _rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return rows of `values` `[n, ..]`: a view if they are the first ones."""
+    if list(rows) == list(range(len(rows))):
+        return values[: len(rows)]
+    return values.index_select(0, to_device(torch.tensor(rows), values.device))
 
 
 def block_of(rows: Sequence[int], of: int) -> slice:

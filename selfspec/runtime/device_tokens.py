@@ -54,6 +54,18 @@ def drawn(p: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.squeeze(1), ((total > 0) & (total < torch.inf)).squeeze(1)
 
 
+def others(chosen: Chosen, candidates: int) -> list[Tensor]:
+    """Return the next best `candidates` - 1 tokens of each row, each `[n]`, as if those before could not be chosen.
+
+    So samplers draw further candidates: with the noise of the first one.
+    """
+    left, tokens = chosen.scores if chosen.race is None else chosen.race, [chosen.tokens]
+    for _ in range(candidates - 1):
+        left = left.scatter(-1, tokens[-1].unsqueeze(-1), -torch.inf)
+        tokens.append(left.max(-1).indices)
+    return tokens[1:]
+
+
 def confidences(chosen: Chosen, confidence: Confidence) -> Tensor:
     """Return the confidence `[n]` in each chosen token, in float64, as `Confidence.estimate` computes it."""
     x: float | Tensor = confidence.bias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,14 @@ from tape import Tape
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.drafters.tree_merge import merged
 from selfspec.models.low_precision import fake
+from selfspec.proposers.base import NO_PROPOSAL
 from selfspec.runtime.device_rounds import LENGTHS
+from selfspec.runtime.device_trees import MATCHED
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PROBABILITY, Confidence
@@ -71,12 +76,56 @@ class Lagging(LayerSkipDrafter):
         super().observe(seq, outcome)
 
 
-def compared(model, controller, sampler, *, path=PATH, room=24, prompt=PROMPT, confidence=PROBABILITY, **options):
-    """Decode both ways; return the runtime, the text and the outcomes of the device."""
+def looked_up(text):
+    """What followed the latest earlier occurrence of the text's longest end, of `MATCHED` tokens at most, endlessly."""
+    for n in range(min(MATCHED, len(text) - 1), 0, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                return itertools.cycle(text[end:])
+    return iter(())
+
+
+class LaggingTree(Lagging):
+    """Drafts the trees of rounds on the device, too: further candidates, and lookup tokens below the root."""
+
+    def look_up(self, seq, max_tokens):
+        return NO_PROPOSAL
+
+    def _look_up(self, chain):
+        return NO_PROPOSAL
+
+    def propose(self, seqs, limits):
+        drafts, plan, asked = [], self.plan, self.candidates
+        self.candidates = plan.candidates
+        chains = super().propose(seqs, limits)
+        for seq, limit, chain in zip(seqs, limits, chains, strict=True):
+            tokens = list(itertools.islice(looked_up(seq.tokens), min(plan.lookup or 0, limit.depth)))
+            end = next((i for i, token in enumerate(tokens) if token in seq.ends), len(tokens))
+            branch = Draft.chain(tokens[: end + 1], sources=["lookup"] * len(tokens[: end + 1]))
+            tree = merged([replace(chain, q=None, q_row=(-1,) * len(chain)), branch], drawn=False)
+            drafts.append(replace(tree, confidence=chain.confidence))
+        self.candidates = asked
+        return drafts
+
+
+def compared(
+    model,
+    controller,
+    sampler,
+    *,
+    path=PATH,
+    room=24,
+    prompt=PROMPT,
+    confidence=PROBABILITY,
+    on_host=Lagging,
+    drafting=None,
+    **options,
+):
+    """Decode both ways; return the runtime, the text and the outcomes of the device. `drafting`: of both drafters."""
     runtime, other = device(model), host(model)
     drafters = [
-        kind(one, path, copy.deepcopy(controller), confidence=confidence)
-        for kind, one in ((LayerSkipDrafter, runtime), (Lagging, other))
+        kind(one, path, copy.deepcopy(controller), confidence=confidence, **(drafting or {}))
+        for kind, one in ((LayerSkipDrafter, runtime), (on_host, other))
     ]
     (ours, rounds), (theirs, expected) = (
         run(one, drafter, prompt, room, sampler=sampler(), **options)
@@ -89,7 +138,7 @@ def compared(model, controller, sampler, *, path=PATH, room=24, prompt=PROMPT, c
     assert [(one.path, one.tokens) for one in rounds] == [(one.path, one.tokens) for one in expected]
     for one, its in zip(rounds, expected, strict=True):
         assert one.draft.confidence == pytest.approx(its.draft.confidence, rel=1e-9)
-        assert one.draft.sources == its.draft.sources
+        assert (one.draft.sources, one.draft.parents) == (its.draft.sources, its.draft.parents)
         torch.testing.assert_close(one.step.logits, its.step.logits, atol=1e-9, rtol=1e-9)
         assert (one.p is None) == (its.p is None)
         if one.p is not None:

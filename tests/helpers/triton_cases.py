@@ -40,6 +40,8 @@ from selfspec.models.low_precision import fake, quantize
 from selfspec.models.triton_kernels.attention import decode_attention
 from selfspec.models.triton_kernels.elementwise import partner_of, rms_norm, rope_and_write
 from selfspec.models.triton_kernels.products import TritonProduct
+from selfspec.proposers.base import ProposerChain
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import LENGTHS, RoundPlan
 from selfspec.runtime.forward import LeanRuntime
@@ -289,7 +291,7 @@ def draft_paths() -> None:
 def rounds() -> None:
     """Texts of rounds on the device, whose passes read the number of keys there, and of plain decoding.
 
-    Of one sequence, and of three in four cache rows that end at different times.
+    Of one sequence, with chains and with trees, and of three in four cache rows that end at different times.
     """
     model = tiny(CONFIGS["llama"], dtype=torch.float32)
     os.environ["SELFSPEC_DEVICE_ROUND"] = "0"
@@ -297,14 +299,17 @@ def rounds() -> None:
     os.environ["SELFSPEC_DEVICE_ROUND"] = "1"
     recorder = Rerun()
     device = LeanRuntime(model, recorder=recorder)
-    for temperature in (0.0, 0.7):
-        drafter = LayerSkipDrafter(device, DraftPath.from_modes(["full", "skip"] * 4), FixedK(2))
+    trees = {"candidates": 2, "proposer_chain": ProposerChain([Lookup()])}
+    for temperature, drafting in itertools.product((0.0, 0.7), ({}, trees)):
+        drafter = LayerSkipDrafter(device, DraftPath.from_modes(["full", "skip"] * 4), FixedK(2), **drafting)
         ours, theirs = (
-            run(one, by, [1, 2, 3], 9, sampler=Sampler(temperature=temperature, seed=1 if temperature else None))[0]
+            run(one, by, [1, 2, 3, 1, 2], 9, sampler=Sampler(temperature=temperature, seed=1 if temperature else None))[
+                0
+            ]
             for one, by in ((device, drafter), (host, PlainDrafter()))
         )
         assert ours == theirs, (ours, theirs)
-    assert recorder.recorded == 2, recorder.recorded
+    assert recorder.recorded == 4, recorder.recorded
     device = LeanRuntime(model, recorder=recorder, rows=4)
     prompts, rooms = ([1, 2, 3], [4, 5], [6, 7, 8, 9]), (9, 3, 6)
     seqs = [SequenceState(list(prompt), room, Sampler()) for prompt, room in zip(prompts, rooms, strict=True)]
@@ -384,10 +389,13 @@ def nodes() -> None:
 def nodes_of_a_round() -> None:
     """A layer of a round on the device is nine kernels for each draft step and for verification.
 
-    Everything else, a pass's own five nodes included, is within `OTHER_NODES`: once, and for each draft step.
+    Everything else, a pass's own five nodes included, is within `OTHER_NODES`: once, and for each draft step. A tree
+    adds at most `TREE_NODES`, and nothing to a layer.
     """
     os.environ["SELFSPEC_DEVICE_ROUND"] = "1"
-    for count, (temperature, length) in itertools.product((1, 3), ((0.0, 0), (0.0, 2), (0.0, 4), (0.7, 4))):
+    chains, (lookup, both) = ((0.0, 0, ()), (0.0, 2, ()), (0.0, 4, ()), (0.7, 4, ())), TREES
+    shapes = (*chains, (0.0, 4, lookup), (0.7, 4, both))
+    for count, (temperature, length, tree) in itertools.product((1, 3), shapes):
         others = set()
         for layers in (2, 3):
             recorder = Counted()
@@ -396,14 +404,18 @@ def nodes_of_a_round() -> None:
             seqs = [SequenceState([1, 2, 3], 9, sampler, row=row) for row in range(count)]
             full, stopping = runtime.compile(FULL), AdaptiveThreshold().stopping(LENGTHS[-1])
             with runtime.session(40):
-                runtime.device_rounds.launch(seqs, RoundPlan(length, full, [stopping] * count), None)
+                plan = RoundPlan(length, full, [stopping] * count)._replace(**dict(tree))
+                runtime.device_rounds.launch(seqs, plan, None)
             others.add(recorder.nodes[0] - 9 * layers * (1 + length))
         (other,) = others  # the same, however many layers there are
         once, each = OTHER_NODES[temperature > 0]
-        assert other <= once + length * each, (count, temperature, length, other)
+        more = TREE_NODES if tree else 0
+        assert other <= once + length * each + more, (count, temperature, length, tree, other)
 
 
 OTHER_NODES = {False: (54, 10), True: (62, 16)}  # greedily, and with tied noise
+TREE_NODES = 75  # more in a round that verifies a tree of 16 rows
+TREES = ((("lookup", 11),), (("candidates", 2), ("lookup", 7)))
 
 
 CASES = (

@@ -133,6 +133,17 @@ MUTANTS = (
         "selfspec/runtime/device_rounds.py", "        seq.sampler.skip(used)\n", "",
         "engine/test_overlapped_sampling.py",
     ),
+    Mutant(
+        "device rounds: keys and values of a tree's accepted tokens stay where they were computed",
+        "selfspec/runtime/cache.py", "part.scatter_(3, there, part.gather(3, here))", "part.gather(3, here)",
+        "engine/test_overlapped_trees.py",
+    ),
+    Mutant(
+        "device rounds: a text without the token behind the accepted ones",
+        "selfspec/runtime/device_rounds.py",
+        "torch.where(order == count, after.unsqueeze(1), emitted.roll(-1, 1))", "emitted.roll(-1, 1)",
+        "engine/test_overlapped_trees.py",
+    ),
     # -- the cache: commits and growth
     Mutant(
         "cache: the only accepted node of a tree is not moved",

@@ -67,6 +67,7 @@ def pass_seconds(
 
 ROUND_NODES, STEP_NODES = 46, 5  # of a greedy round beside its passes: once, and for each draft step
 PLAIN_NODES = 22  # of a round without a draft
+TREE_NODES, TREE_ROWS = 61, 16  # more of a round that verifies a tree with lookup tokens in this many rows
 
 
 def rounds(shape: Shape, context: int, bandwidth: float, node: float) -> Iterator[tuple[int, int, float]]:
@@ -77,6 +78,17 @@ def rounds(shape: Shape, context: int, bandwidth: float, node: float) -> Iterato
         others = ROUND_NODES + length * STEP_NODES if length else PLAIN_NODES
         verified = pass_seconds(shape, 1 + length, context, ("bfloat16", "bfloat16"), bandwidth, node)
         yield length, (1 + length) * passes + others, length * draft + verified + others * node
+
+
+def trees(shape: Shape, context: int, bandwidth: float, node: float) -> Iterator[tuple[int, int, float]]:
+    """Yield what `rounds` yields, for rounds whose verification lookup tokens fill up to `TREE_ROWS` rows."""
+    verified = [
+        pass_seconds(shape, rows, context, ("bfloat16", "bfloat16"), bandwidth, node)
+        for rows in range(1, 1 + TREE_ROWS)
+    ]
+    for length, count, took in rounds(shape, context, bandwidth, node):
+        if length:
+            yield length, count + TREE_NODES, took + verified[-1] - verified[length] + TREE_NODES * node
 
 
 def main() -> None:
@@ -110,6 +122,9 @@ def main() -> None:
     for length, count, took in rounds(shape, given.context, bandwidth, node):
         tokens = sum(given.acceptance**n for n in range(1 + length))
         print(f"| {length} | {count} | {1e3 * took:.2f} | {tokens:.2f} | {tokens * plain / took:.2f} |")
+    print("\n| tokens drafted beside lookup tokens | nodes | ms | tokens a round at a speed of 2.0 |\n|" + "---|" * 4)
+    for length, count, took in trees(shape, given.context, bandwidth, node):
+        print(f"| {length} | {count} | {1e3 * took:.2f} | {2 * took / plain:.2f} |")
 
 
 if __name__ == "__main__":

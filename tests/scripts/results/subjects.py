@@ -87,7 +87,7 @@ class Run:
         return tuple(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
     def searched(self, dtype: str, temperature: float = 0.0) -> Path:
-        """The profile of a search in this dtype, at the temperature that it is used at, with default options otherwise."""
+        """The profile of a search in this dtype, at the temperature that it is used at; else with default options."""
         profile = self.folder / (f"{dtype}-{temperature:g}.yaml" if temperature else f"{dtype}.yaml")
         if not profile.exists():
             command = ["-m", "selfspec", "search", "--model", self.model_of(MODEL, dtype), "--dtype", in_torch(dtype)]

@@ -2,13 +2,16 @@
 
 The built-in model at 1 billion parameters, so that acceptance is real. Every text is decoded once beforehand, so that
 what is captured is captured before the clock starts.
+
+Texts are the host's in greedy decoding and with the rule `match`, whatever is drafted. With the rules `token` and
+`block` they depend on what is drafted, which is the same with a fixed number of tokens.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from measuring import Part, synchronise
 from subjects import as_on_cuda, load_widened, paths, size_cache
@@ -17,8 +20,11 @@ from selfspec import builtin
 from selfspec.controllers import AdaptiveThreshold, FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import Engine, decode
+from selfspec.proposers.base import ProposerChain
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.device_rounds import ENV_VAR
+from selfspec.speculation.rules import RULES
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 
@@ -30,18 +36,47 @@ os.environ[ENV_VAR] = "1"
 runtimes = {"host": llm.runtime, "device": llm.runtime.with_new_cache()}
 size_cache(runtimes["device"], 1024)
 tokens, lengths = (8, (2,)) if part.toy else (128, (2, 4, 6, 8, 12))
+few = lengths[:1] if part.toy else (4, 8)  # lengths with which trees are measured
 controllers = {**{f"{k} tokens": FixedK(k) for k in lengths}, "adaptive": AdaptiveThreshold()}
-cases = [("plain", ""), *((name, key) for name in ("int8", "int4") for key in controllers)]
+TREES: dict[str, dict[str, Any]] = {
+    "": {},
+    "lookup": {"proposer_chain": ProposerChain([Lookup()])},
+    "lookup, 2 candidates": {"proposer_chain": ProposerChain([Lookup()]), "candidates": 2},
+}
 
 
-def decoded(where: str, name: str, controller: str, temperature: float) -> tuple[list[int], float, int]:
+class Case(NamedTuple):
+    """What is decoded: the drafts' path, controller and tree, and the sampling and its rule."""
+
+    drafts: str
+    controller: str = ""
+    tree: str = ""
+    temperature: float = 0.0
+    rule: str = "greedy"
+
+
+SAMPLED = {rule: {"temperature": 0.8, "rule": rule} for rule in ("match", "token", "block")}
+cases = [
+    Case("plain"),
+    *(Case(name, key) for name in ("int8", "int4") for key in controllers),
+    *(Case("int4", f"{k} tokens", tree) for k in few for tree in TREES if tree),
+    *(Case("plain", **SAMPLED[rule]) for rule in ("match", "token")),
+    *(Case("int4", f"{few[0]} tokens", tree, **SAMPLED["match"]) for tree in TREES if tree),
+    *(Case("int4", f"{few[0]} tokens", **SAMPLED[rule]) for rule in ("token", "block")),
+    *(Case("int4", key, **SAMPLED["match"]) for key in controllers),
+]
+
+
+def decoded(where: str, case: Case) -> tuple[list[int], float, int]:
     """Return the text, and the seconds and the number of its rounds after the first, whose token the prefill brings."""
     runtime = runtimes[where]
     drafter = PlainDrafter()
-    if name != "plain":
-        drafter = LayerSkipDrafter(runtime, paths(runtime.layers)[name], controllers[controller].start())
-    sampler = Sampler(temperature=temperature, seed=1 if temperature else None)
-    seq = SequenceState(list(prompt), tokens, sampler, frozenset())
+    if case.drafts != "plain":
+        path, controller = paths(runtime.layers)[case.drafts], controllers[case.controller].start()
+        drafter = LayerSkipDrafter(runtime, path, controller, **TREES[case.tree])
+    tied, seed = case.rule not in ("token", "block"), 1 if case.temperature else None
+    sampler = Sampler(temperature=case.temperature, seed=seed, tied=tied)
+    seq = SequenceState(list(prompt), tokens, sampler, frozenset(), rule=None if tied else RULES[case.rule])
     rounds = decode(runtime, drafter, seq)
     next(rounds)
     synchronise(part.device)
@@ -52,19 +87,17 @@ def decoded(where: str, name: str, controller: str, temperature: float) -> tuple
 
 texts: dict[str, Any] = {}
 compiled = [llm.runtime.compile(path) for name, path in paths(llm.runtime.layers).items() if name != "skip"]  # kept
-for temperature in (0.0, 0.8):
-    for name, controller in cases:
-        if part.left() < 5:
-            break
-        about = {"drafts": name, "controller": controller, "temperature": temperature}
-        with part.attempt("rounds", **about):
-            for where in runtimes:
-                decoded(where, name, controller, temperature)
-                texts[where], seconds, rounds = decoded(where, name, controller, temperature)
-                part.line(
-                    "rounds", **about, on=where, ms=1e3 * seconds / rounds, tokens_a_round=(tokens - 1) / rounds,
-                    tokens_per_second=(tokens - 1) / seconds, as_on_host=texts[where] == texts["host"],
-                )  # fmt: skip
+for case in cases:
+    if part.left() < 5:
+        break
+    with part.attempt("rounds", **case._asdict()):
+        for where in runtimes:
+            decoded(where, case)
+            texts[where], seconds, rounds = decoded(where, case)
+            part.line(
+                "rounds", **case._asdict(), on=where, ms=1e3 * seconds / rounds, tokens_a_round=(tokens - 1) / rounds,
+                tokens_per_second=(tokens - 1) / seconds, as_on_host=texts[where] == texts["host"],
+            )  # fmt: skip
 
 
 def captured(runtime: Runtime) -> dict[str, object]:
@@ -72,6 +105,7 @@ def captured(runtime: Runtime) -> dict[str, object]:
     keys = [key for made in runtime.device_rounds._made.values() for key in made]
     return {
         "rounds": len(keys), "lengths": str(sorted({key.length for key in keys})),
+        "trees": str(sorted({(*key[:2], key.lookup or 0) for key in keys if key.lookup or key.candidates > 1})),
         "rows": str(sorted({key.batch for key in keys})),
     }  # fmt: skip
 
