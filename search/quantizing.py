@@ -14,7 +14,13 @@ from typing import Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, kind, read_cached, write_bytes, write_cached
-from selfspec.draft_modules.int4_quantization import int4_settings, layers_folder, open_int4, write_int4
+from selfspec.draft_modules.int4_quantization import (
+    check_quantizable,
+    int4_settings,
+    layers_folder,
+    open_int4,
+    write_int4,
+)
 from selfspec.llm.default_profile import DRAFTED
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
@@ -48,7 +54,7 @@ def choose_method(method: str) -> Int4Method:
 
 def check_int4(llm: LLM, method: str) -> None:
     """Raise `SelfspecError` if `method` is the path of a file that holds no int4 weights for this model."""
-    if method not in INT4_CHOICES and llm.runtime.supports_trained:
+    if method not in INT4_CHOICES:
         open_int4(llm.runtime, Path(method))
 
 
@@ -59,12 +65,11 @@ def int4_for_search(
 
     `texts` (token ids) are those that the weights are made from. `method`: one of `METHODS`, "auto" (GPTQ, or the
     weighted grid if the time until the deadline is too short), or the path of a file of int4 weights, which is copied.
-    Returns None for `nearest`, for which no file is needed; if the time until
-    the deadline is too short; and if the model does not support such weights. Raises `SelfspecError` for a file that
-    does not fit the model.
+    Returns None for `nearest`, for which no file is needed, and if the time until the deadline is too short. Raises
+    `SelfspecError` for a file that does not fit the model.
     """
     runtime = llm.runtime
-    if method == "nearest" or not runtime.supports_trained:
+    if method == "nearest":
         return None
     parts_folder().mkdir(parents=True, exist_ok=True)
     if method not in INT4_CHOICES:
@@ -99,11 +104,15 @@ def _write(
     """Write int4 weights to a file in the cache; return whether the time until the deadline sufficed."""
     runtime = llm.runtime
     watch.stage(f"quantising to int4 ({settings['method']})", runtime.layers)
-    begun = deadline.clock()
+    first: float | None = None  # when the first layer was done, before which the texts are read for others, too
 
     def on_layer(done: int) -> bool:
+        nonlocal first
         watch.step(done)
-        return deadline.allows((deadline.clock() - begun) / done * (runtime.layers - done))
+        if first is None:
+            first = deadline.clock()
+            return deadline.allows()
+        return deadline.allows((deadline.clock() - first) / (done - 1) * (runtime.layers - done))
 
     with TemporaryDirectory(dir=parts_folder()) as folder:  # other workers may make the same file
         made = Path(folder) / file.name
@@ -174,7 +183,7 @@ def quantize(
     """
     begun = time.perf_counter()
     used = _profile(llm, profile)
-    _ = llm.runtime.skeleton.parts  # refuses a model whose modules are unknown before any text is decoded
+    check_quantizable(llm.runtime)  # before any text is decoded
     folder = layers_folder(out)
     texts = _texts(llm, folder / "texts.json", options, prompts, chat, watch)
     method = choose_method(options.method)

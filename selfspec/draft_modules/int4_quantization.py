@@ -1,15 +1,14 @@
 """Quantisation of a model's attention and MLP weights to int4, layer by layer, resumable, and the files it makes.
 
-The moments of every linear's inputs come from the full model's own hidden states on calibration texts. Layers run one
-after another over all texts, so that memory holds the moments of one layer only. Experts are left out: drafts round
-their weights to nearest.
+The moments of every linear's inputs come from the full model's own hidden states on calibration texts. Experts are left
+out: drafts round their weights to nearest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import Tensor
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import kind
 from selfspec.draft_modules.module_files import PartFile, opened_part, read_part, write_part
-from selfspec.models.families.base import Block, GatedMlp, Layer, SubLayer
-from selfspec.models.families.common import PlainMlp
-from selfspec.models.linears import Into, Onto
-from selfspec.models.low_precision import GROUPS, QuantizedWeight, is_quantizable
+from selfspec.models.dispatch import device_of
+from selfspec.models.linears import Group
+from selfspec.models.low_precision import GROUPS, QuantizedWeight
 from selfspec.models.quantizers import InputMoments, group_for, quantize_int4
 from selfspec.models.shards import check_unsharded
 from selfspec.runtime.base import Runtime
@@ -32,22 +30,22 @@ KIND = "int4"
 _TENSORS = {"values": "U8", "scale": "BF16", "zero": "BF16"}  # a group's tensors, with their types in the file
 
 GroupName = tuple[int, int]
-"""A layer, and the index of a group of linears in `Layer.groups`."""
+"""A layer, and the index of a group of linears in `WeightQuantizer.linear_groups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4File:
     """The int4 weights in a part file, as `quantized_sublayers.Int4Weights`; a weight is read when it is asked for.
 
-    `shapes`: for each group, its outputs, inputs and groups of inputs. `devices`: of each layer.
+    `shapes`: for each group, its outputs, inputs and groups of inputs. `devices`: of each group.
     """
 
     path: Path
     shapes: Mapping[GroupName, tuple[int, int, int]]
-    devices: tuple[torch.device, ...]
+    devices: Mapping[GroupName, torch.device]
 
     def get(self, layer: int, group: int) -> QuantizedWeight | None:
-        """Return a group's weight, on the layer's device; None if the file has none.
+        """Return a group's weight, on the device of the model's; None if the file has none.
 
         Raises `SelfspecError` if the file cannot be read any more, and for scales that are not finite.
         """
@@ -57,7 +55,7 @@ class Int4File:
             packed, scale, zero = (file.get_tensor(f"int4.{layer}.{group}.{name}") for name in _TENSORS)
         if not (bool(scale.isfinite().all()) and bool(zero.isfinite().all())):
             raise SelfspecError(f"{self.path}: scales of layer {layer} are not finite; make the file again")
-        device = self.devices[layer]
+        device = self.devices[layer, group]
         return QuantizedWeight(4, unpack(packed.to(device)), scale.to(device), zero.to(device))
 
     def bytes(self, layer: int, group: int) -> int | None:
@@ -98,15 +96,18 @@ def open_int4(runtime: Runtime, path: Path) -> Int4File:
             if kind != KIND or _TENSORS.get(what) != tensor.get_dtype():
                 raise SelfspecError(f"{path}: tensor {short(name)} is not one of int4 weights; make the file again")
             found.setdefault((layer, group), {})[what] = tuple(tensor.get_shape())
-    shapes: dict[GroupName, tuple[int, int, int]] = {}
+    own = {layer: dict(enumerate(quantizer.linear_groups(layer))) for layer in {layer for layer, _ in found}}
+    shapes, devices = dict[GroupName, tuple[int, int, int]](), dict[GroupName, torch.device]()
     for (layer, group), tensors in found.items():
-        out, into = quantizer.group_sizes(layer, group) or (0, 0)
+        linears = own[layer].get(group)
+        out, into = (0, 0) if linears is None else linears.sizes
         groups = next((into // size for size in GROUPS if tensors.get("scale") == (out, into // size)), 0)
         want = {"values": (out, into // 2), "scale": (out, groups), "zero": (out, groups)}
-        if not groups or tensors != want:
+        if linears is None or not groups or tensors != want:
             raise SelfspecError(f"{path}: the int4 weights {layer}.{group} do not fit the model; make the file again")
         shapes[layer, group] = out, into, groups
-    return Int4File(path, shapes, tuple(block.device for block in runtime.skeleton.blocks))
+        devices[layer, group] = device_of(linears.modules[0])
+    return Int4File(path, shapes, devices)
 
 
 def pack(values: Tensor) -> Tensor:
@@ -142,6 +143,13 @@ def layers_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.layers")
 
 
+def check_quantizable(runtime: Runtime) -> None:
+    """Raise `SelfspecError` if no weight of a model can be quantised to a file, or if it is tensor parallel."""
+    check_unsharded(runtime.model, "quantising to a file")
+    if not any(runtime.skeleton.quantizer.int4_groups(index) for index in range(runtime.layers)):
+        raise SelfspecError("the model has no weights that can be quantised to int4")
+
+
 def write_int4(
     runtime: Runtime,
     out: Path,
@@ -158,9 +166,7 @@ def write_int4(
     `SelfspecError` if no weight can be quantised, if there are no texts for a method that needs them, and if a file
     cannot be written.
     """
-    check_unsharded(runtime.model, "quantising to a file")
-    if not any(_quantizable(layer) for layer in runtime.skeleton.parts.layers):
-        raise SelfspecError("the model has no weights that can be quantised to int4")
+    check_quantizable(runtime)
     if settings["method"] != "nearest" and not any(texts):
         raise SelfspecError(f"method '{settings['method']}': expected at least one text")
     folder = layers_folder(out)
@@ -200,78 +206,25 @@ def _quantized_layers(
     runtime: Runtime, texts: Texts, settings: Mapping[str, Any], todo: Sequence[int]
 ) -> Iterator[tuple[int, dict[int, QuantizedWeight]]]:
     """Yield each layer in `todo` with its int4 weights, by the index of the group."""
-    method, group = settings["method"], settings["group"]
-    if method == "nearest":
-        for index in todo:
-            yield index, _quantized(runtime.skeleton.parts.layers[index], method, group, {})
-        return
-    context = runtime.skeleton.context
-    runtime = runtime.with_new_cache()
-    with runtime.session(min(context, max(map(len, texts)))):
-        streams = [
-            runtime.skeleton.embed(torch.tensor([list(ids[:context])], device=runtime.device)) for ids in texts if ids
-        ]
-        for index in range(max(todo, default=-1) + 1):
-            layer, block = runtime.skeleton.parts.layers[index], runtime.skeleton.blocks[index]
-            moments = _moments(layer, block, products=method == "gptq") if index in todo else {}
-            watched = _watched(block, moments)
-            for number, stream in enumerate(streams):
-                streams[number] = runtime.run_layer(index, watched, stream)
-            if index in todo:
-                yield index, _quantized(layer, method, group, moments)
+    method, context = settings["method"], runtime.skeleton.context
+    each: Iterable[tuple[int, Mapping[int, InputMoments]]] = ((index, {}) for index in todo)
+    if method != "nearest":
+        shown = [ids[:context] for ids in texts if ids]
+        each = runtime.input_moments(shown, todo, products=method == "gptq")
+    for index, moments in each:
+        groups = runtime.skeleton.quantizer.int4_groups(index)
+        yield (
+            index,
+            {
+                number: _quantized(group, method, settings["group"], moments.get(number))
+                for number, group in groups.items()
+            },
+        )
 
 
-def _quantized(
-    layer: Layer, method: Int4Method, group: int, moments: Mapping[int, InputMoments]
-) -> dict[int, QuantizedWeight]:
-    weights = {}
-    for number in _quantizable(layer):
-        modules = layer.groups[number].modules
-        weight = torch.cat([module.weight.detach() for module in modules])
-        size = group_for(weight.shape[1], group)
-        assert size is not None
-        mean = moments[number].mean() if number in moments else None
-        weights[number] = quantize_int4(weight, method, mean, group=size)
-    return weights
-
-
-def _quantizable(layer: Layer) -> list[int]:
-    """Return the indices of a layer's groups, of the sub-layers that can be quantised to int4."""
-    parts: tuple[SubLayer, ...] = ("attention", "mlp")
-    fitting = [own for own in map(layer.groups_of, parts) if all(is_quantizable(group.modules, 4) for group in own)]
-    return [layer.groups.index(group) for own in fitting for group in own]
-
-
-def _moments(layer: Layer, block: Block, *, products: bool) -> dict[int, InputMoments]:
-    return {
-        number: InputMoments.zeros(layer.groups[number].modules[0].in_features, block.device, products=products)
-        for number in _quantizable(layer)
-    }
-
-
-def _watched(block: Block, moments: Mapping[int, InputMoments]) -> Block:
-    """Return a block that runs alike, and adds the inputs of its linears to the moments, by the index of the group.
-
-    In every family, attention has two groups (queries, keys and values; output), and so has an MLP without experts.
-    """
-
-    def into(number: int, call: Into) -> Into:
-        def watch(x: Tensor, out: Tensor) -> object:
-            moments[number].add(x)
-            return call(x, out)
-
-        return watch if number in moments else call
-
-    def onto(number: int, call: Onto) -> Onto:
-        watch = into(number, lambda x, base: call(base, x))
-        return lambda base, x: watch(x, base)
-
-    attention = replace(
-        block.attention, qkv=into(0, block.attention.qkv), add=onto(1, block.attention.add), native=None
-    )
-    mlp = block.mlp
-    if isinstance(mlp, GatedMlp):
-        mlp = replace(mlp, gate_up=into(2, mlp.gate_up), down=onto(3, mlp.down), native=None)
-    elif isinstance(mlp, PlainMlp):
-        mlp = replace(mlp, up=into(2, mlp.up), down=onto(3, mlp.down), native=None)
-    return replace(block, attention=attention, mlp=mlp)
+def _quantized(group: Group, method: Int4Method, preferred: int, moments: InputMoments | None) -> QuantizedWeight:
+    """Quantise the concatenated weights of a group, in groups of `preferred` inputs if that divides their number."""
+    weight = torch.cat([module.weight.detach() for module in group.modules])
+    size = group_for(weight.shape[1], preferred)
+    assert size is not None
+    return quantize_int4(weight, method, None if moments is None else moments.mean(), group=size)

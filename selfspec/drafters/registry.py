@@ -163,7 +163,7 @@ def draft_path(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> Draft
     def key(name: str) -> str:
         return profile.parts[name].sha256 if name in profile.parts else name
 
-    if spec.int4_weights is not None and runtime.supports_trained:
+    if spec.int4_weights is not None:
         check_unsharded(runtime.model, "a file of int4 weights")
         runtime.register_int4(key(spec.int4_weights), open_int4(runtime, profile.part_path(spec.int4_weights)))
         path = replace(path, int4_weights=key(spec.int4_weights))

@@ -300,6 +300,9 @@ def forward_seconds(
     tokens = torch.zeros((1, rows), dtype=torch.long, device=runtime.device)
     compiled = None if path == FULL else runtime.compile(path)
     with runtime.session(context + rows):
+        if runtime.stateful and context:  # else every pass would read the context again, to know its state
+            runtime.forward(tokens.new_zeros(1, context), 0, logits=None)
+            runtime.cache.commit(0, range(context - 1))
         return _timed(lambda: runtime.forward(tokens, context, path=compiled), runtime, repeats)
 
 

@@ -265,6 +265,12 @@ class Group:
         (module,) = self.modules
         return module
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of outputs of all linears, and of their inputs."""
+        modules = self.modules
+        return sum(module.out_features for module in modules), modules[0].in_features
+
 
 @torch.no_grad()
 def join_(group: Group, *, columns: bool = False) -> None:

@@ -66,14 +66,14 @@ def quantizer_of(model: Any, inputs: Inputs | None = None, kernel: Kernel | None
 class _Quantizable:
     """The modules of a sub-layer that can be quantised: groups of linears, and modules with the weights of experts."""
 
-    groups: Sequence[_NamedLinears]
+    groups: Sequence[NamedLinears]
     experts: Sequence[ExpertParts]
 
-    def bytes(self, bits: Bits) -> int:
-        """Return the bytes that these modules' weights take in `bits`."""
-        linears = [module for group in self.groups for module in group.modules]
-        experts = [bytes_of_experts(parts, bits) or 0 for parts in self.experts]
-        return sum([*(bytes_of(bits, m.out_features, m.in_features) for m in linears), *experts])
+    def bytes(self, bits: Bits, sizes: Sequence[int | None] = ()) -> int:
+        """Return the bytes that these modules' weights take in `bits`; `sizes`: of groups whose bytes are known."""
+        each = zip(self.groups, sizes or [None] * len(self.groups), strict=True)
+        groups = [bytes_of(bits, *group.sizes) if size is None else size for group, size in each]
+        return sum([*groups, *(bytes_of_experts(parts, bits) or 0 for parts in self.experts)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,35 @@ class ModuleQuantizer(WeightQuantizer):
     chosen: dict[tuple[int, int, Bits], Kernel] = field(default_factory=dict, repr=False)
 
     def bytes(self, index: int, part: SubLayer, bits: Bits, int4: Int4Weights | None = None) -> int | None:
-        """Return the bytes of a layer's quantised attention or MLP; None if it cannot be quantised to `bits`."""
+        """Return the bytes of a layer's quantised attention or MLP; None if it cannot be quantised to `bits`.
+
+        `int4`: as in `sublayer`.
+        """
         own = self._quantizable(index, part, bits)
-        return None if own is None else own.bytes(bits)
+        if own is None or bits != 4 or int4 is None:
+            return None if own is None else own.bytes(bits)
+        first = self._first_group(index, part)
+        sizes = [int4.bytes(index, number) for number in range(first, first + len(own.groups))]
+        return own.bytes(bits, sizes)
+
+    def linear_groups(self, index: int) -> Sequence[NamedLinears]:
+        """Return the groups of linears of layer `index` that can be quantised to int4: the attention's, then the MLP's.
+
+        Linears that experts hold stacked in one tensor are not among them.
+        """
+        if not 0 <= index < len(self.structure.layers):
+            return ()
+        each = [self._quantizable(index, part, 4) for part in SUB_LAYERS]
+        return [group for own in each if own is not None for group in own.groups]
+
+    def int4_groups(self, index: int) -> Mapping[int, NamedLinears]:
+        """Return the groups of `linear_groups` by index: all of them can be quantised to int4."""
+        return dict(enumerate(self.linear_groups(index)))
+
+    def _first_group(self, index: int, part: SubLayer) -> int:
+        """Return the index in `linear_groups` of a sub-layer's first group."""
+        attention = self._quantizable(index, "attention", 4) if part == "mlp" else None
+        return 0 if attention is None else len(attention.groups)
 
     def sublayer(
         self,
@@ -105,18 +131,24 @@ class ModuleQuantizer(WeightQuantizer):
     ) -> tuple[Forwards, int] | None:
         """Return the forwards of a layer's quantised attention or MLP, and its bytes; None if it cannot be quantised.
 
-        Linears that cannot be quantised to `bits`, such as adapters of a low rank, keep their own forwards.
+        Linears that cannot be quantised to `bits`, such as adapters of a low rank, keep their own forwards. `int4`:
+        weights to use for `bits` 4; groups that have none, and experts, are rounded to nearest.
         """
         own = self._quantizable(index, part, bits)
         if own is None:
             return None
         forwards: dict[nn.Module, Callable[..., Any]] = {}
-        for group in own.groups:
-            (made,), _ = self.quantized([group], bits)
+        weights = int4 if bits == 4 else None
+        first = 0 if weights is None else self._first_group(index, part)
+        for number, group in enumerate(own.groups, first):
+            weight = None if weights is None else weights.get(index, number)
+            (made,), _ = self.quantized([group], bits, quantized=[weight])
             forwards.update(_forwards_of(group, made.modules[0].fused.product))
         for parts in own.experts:
             forwards[parts.module] = _experts_forward(self.experts(parts, bits))
-        return forwards, own.bytes(bits)
+        nbytes = self.bytes(index, part, bits, int4)
+        assert nbytes is not None
+        return forwards, nbytes
 
     def head_bytes(self, bits: Bits) -> int | None:
         """Return the bytes that the quantised head takes; None if it cannot be quantised to `bits`."""
@@ -190,7 +222,7 @@ class ModuleQuantizer(WeightQuantizer):
         rest = max(0, sum(parameter.numel() for parameter in module.parameters()) - fits)
         return _Quantizable(groups, experts) if fits and rest <= _LARGEST_REST * (fits + rest) else None
 
-    def _groups_of(self, parent: nn.Module, bits: Bits) -> Iterator[_NamedLinears]:
+    def _groups_of(self, parent: nn.Module, bits: Bits) -> Iterator[NamedLinears]:
         """Yield the children of a module that are linears to quantise, those with the same input as one group."""
         linears = {name: linear for name, child in parent.named_children() if (linear := _linear_of(child)) is not None}
         by_input: dict[Any, list[str]] = {}
@@ -198,11 +230,11 @@ class ModuleQuantizer(WeightQuantizer):
             if min(linear.in_features, linear.out_features) >= _FEWEST and is_quantizable([linear], bits):
                 by_input.setdefault(self.inputs.get(getattr(parent, name), name), []).append(name)
         for names in by_input.values():
-            yield _NamedLinears(SimpleNamespace(**linears), tuple(names), of=parent)
+            yield NamedLinears(SimpleNamespace(**linears), tuple(names), of=parent)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _NamedLinears(Group):
+class NamedLinears(Group):
     """Linears that read the same input; `of` is the module whose children they are, or stand for."""
 
     of: nn.Module
@@ -284,7 +316,7 @@ class _SharedProduct(threading.local):
         return mine
 
 
-def _forwards_of(group: _NamedLinears, product: Call) -> Forwards:
+def _forwards_of(group: NamedLinears, product: Call) -> Forwards:
     """Return the forwards of linears whose fused product is `product`."""
     if len(group.names) == 1:
         return {group.replaced[0]: on_any_shape(product)}

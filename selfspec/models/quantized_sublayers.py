@@ -5,6 +5,7 @@ The model itself is not changed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -67,7 +68,7 @@ class Trained:
 class Int4Weights(Protocol):
     """The int4 weights of some groups of linears, over their concatenated outputs, quantised before.
 
-    A group is named by its layer and its index in `Layer.groups`.
+    A group is named by its layer and its index in `WeightQuantizer.linear_groups`.
     """
 
     def get(self, layer: int, group: int) -> QuantizedWeight | None:
@@ -90,7 +91,7 @@ class BridgeModule:
         work.stream.add_(self.onto(x).to(work.stream.dtype))
 
 
-class WeightQuantizer:
+class WeightQuantizer(ABC):
     """Base of the factories of quantised sub-layers: it makes the products, and chooses their kernels.
 
     `kernel` multiplies with the quantised weights; None: the fastest kernel for each shape of weight on this machine,
@@ -100,6 +101,22 @@ class WeightQuantizer:
     __slots__ = ()
     kernel: Kernel | None
     chosen: dict[tuple[int, int, Bits], Kernel]
+
+    @abstractmethod
+    def linear_groups(self, index: int) -> Sequence[Group]:
+        """Return the groups of linears of layer `index`; empty if there is no such layer.
+
+        A group's index is its number in files of int4 weights.
+        """
+
+    @abstractmethod
+    def int4_groups(self, index: int) -> Mapping[int, Group]:
+        """Return the groups of linears of layer `index` that can be quantised to int4, by index in `linear_groups`."""
+
+    def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
+        """Return the outputs and inputs of group `number` of layer `index`; None if there is no such group."""
+        groups = self.linear_groups(index)
+        return groups[number].sizes if 0 <= number < len(groups) else None
 
     def kernel_of(self, weight: Tensor, bits: Bits) -> Kernel:
         """Return the kernel for weights of this shape and number of bits; the choice is timed once."""
@@ -159,13 +176,16 @@ class QuantizedSublayers(WeightQuantizer):
         sizes = [(group, int4.bytes(index, layer.groups.index(group))) for group in own]
         return sum((_bytes((group,), bits) or 0) if size is None else size for group, size in sizes)
 
-    def group_sizes(self, index: int, number: int) -> tuple[int, int] | None:
-        """Return the outputs and inputs of group `number` of layer `index`; None if there is no such group."""
-        groups = self.parts.layers[index].groups if 0 <= index < len(self.parts.layers) else ()
-        if not 0 <= number < len(groups):
-            return None
-        modules = groups[number].modules
-        return sum(module.out_features for module in modules), modules[0].in_features
+    def linear_groups(self, index: int) -> Sequence[Group]:
+        """Return `Layer.groups` of layer `index`; empty if there is no such layer."""
+        return self.parts.layers[index].groups if 0 <= index < len(self.parts.layers) else ()
+
+    def int4_groups(self, index: int) -> Mapping[int, Group]:
+        """Return the groups, by index, of the sub-layers of layer `index` that can be quantised to int4."""
+        layer = self.parts.layers[index]
+        parts: tuple[SubLayer, ...] = ("attention", "mlp")
+        fitting = [own for own in map(layer.groups_of, parts) if _bytes(own, 4) is not None]
+        return {layer.groups.index(group): group for own in fitting for group in own}
 
     def head_bytes(self, bits: Bits) -> int | None:
         """Return the bytes that the quantised head takes; None if it cannot be quantised to `bits`."""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.models.dispatch import device_of
+from selfspec.models.linears import Group
 from selfspec.models.low_precision import GROUPS, QuantizedWeight
 from selfspec.types.methods import INT4_METHODS, Int4Method
 
@@ -57,6 +59,20 @@ class InputMoments:
             return InputMoments(self.squares / count, None, count)
         products = self.products.div_(count)
         return InputMoments(products.diagonal().clone(), products, count)
+
+
+def zero_moments(groups: Mapping[int, Group], *, products: bool) -> dict[int, InputMoments]:
+    """Return the moments of no inputs for each of `groups`, on its device."""
+    return {
+        number: InputMoments.zeros(group.sizes[1], device_of(group.modules[0]), products=products)
+        for number, group in groups.items()
+    }
+
+
+def moments_bytes(groups: Mapping[int, Group], *, products: bool) -> int:
+    """Return the bytes that the moments of all groups take."""
+    sizes = [group.sizes[1] for group in groups.values()]
+    return sum(4 * size * (size + 1 if products else 1) for size in sizes)
 
 
 @torch.no_grad()

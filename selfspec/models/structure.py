@@ -13,6 +13,7 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import FAMILIES
 from selfspec.models.families.base import Sizes
+from selfspec.models.quantized_sublayers import WeightQuantizer
 from selfspec.models.skeleton import ModelFacts, Skeleton, context_of, decoder_part, ends_of, read_identity
 
 Forwards = Mapping[nn.Module, Callable[..., Any]]
@@ -72,11 +73,13 @@ def _child(layer: nn.Module, name: re.Pattern[str]) -> nn.Module | None:
 class Outline(ModelFacts):
     """The properties of a `Skeleton` that are known for a model that runs through its own forward.
 
-    `parts`, `blocks`, `norms`, `quantizer` and `gain` raise `UnsupportedModelError`, as its modules are unknown.
+    `quantizer` makes quantised sub-layers and heads. `parts`, `blocks`, `norms` and `gain` raise
+    `UnsupportedModelError`, as its other modules are unknown.
     """
 
     embed: Callable[[Tensor], Tensor]
     name: str
+    quantizer: WeightQuantizer
 
     def refresh(self) -> None:
         """Do nothing, as no copies of weights are kept."""
@@ -91,14 +94,14 @@ class Outline(ModelFacts):
             f"{self.name} runs through its own forward, without access to its modules; expected {', '.join(FAMILIES)}"
         )
 
-    blocks = norms = quantizer = gain = parts
+    blocks = norms = gain = parts
 
 
 ModelOutline = Skeleton | Outline
 """The sizes, identity and modules of a model, as far as they are known."""
 
 
-def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
+def read_outline(model: Any, kv_heads: int, head_dim: int, quantizer: WeightQuantizer) -> Outline:
     """Return the outline of a model of any family; its cached keys are `[B, kv_heads, n, head_dim]`."""
     config, embedding = decoder_part(model.config), model.get_input_embeddings()
     context, limit = context_of(config, any_rope=True)
@@ -114,4 +117,5 @@ def read_outline(model: Any, kv_heads: int, head_dim: int) -> Outline:
         ends=ends_of(model),
         device=device_of(embedding),
         name=f"{type(model).__name__} (model_type {model.config.model_type!r})",
+        quantizer=quantizer,
     )

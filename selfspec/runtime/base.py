@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.models.families.base import Block, SubLayer
+from selfspec.models.families.base import SubLayer
 from selfspec.models.quantized_sublayers import Int4Weights, Trained
+from selfspec.models.quantizers import InputMoments
 from selfspec.models.structure import ModelOutline
 from selfspec.runtime.attention_inputs import PassInputs
 from selfspec.runtime.cache import ALL_ROWS, Cache
@@ -40,6 +41,7 @@ class Runtime(ABC):
     """A `transformers` model with a KV cache, ready to run in full or along draft paths.
 
     `rows`: the number of sequences that the cache holds. `trees`: whether drafts may be token trees.
+    `stateful`: whether any layer has a state that cannot be cropped, such as a recurrent layer's.
     `supports_trained`: whether draft paths may use trained weights. `native`: whether full passes of any length are
     native. `pool`: the block tables of a paged cache, or None. `skeleton`: the model's sizes, identity and modules, as
     far as they are known.
@@ -54,6 +56,7 @@ class Runtime(ABC):
     dtype: torch.dtype
     rows: int
     trees = True
+    stateful = False
     supports_trained = True
     native = False
     pool: BlockTables | None
@@ -287,9 +290,12 @@ class Runtime(ABC):
         """Run a sub-layer as `branch` does."""
 
     @abstractmethod
-    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
-        """Return the output of layer `index`, run as `block`, for the hidden states `x` `[1, n, D]` of a whole text.
+    def input_moments(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], *, products: bool
+    ) -> Iterator[tuple[int, dict[int, InputMoments]]]:
+        """Yield each of `layers`, in order, with the moments of its linears' inputs while the full model reads `texts`.
 
-        The text's keys and values overwrite those in row 0 of the cache. Call within a session. Raises
-        `UnsupportedModelError` if the model runs by its own forward.
+        `texts`: token ids, none of them empty or longer than the context. `layers` are ascending. The moments are sums,
+        by the index of a group among the layer's `int4_groups`, with products if `products`. The runtime's own cache is
+        not used.
         """

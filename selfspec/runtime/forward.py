@@ -6,7 +6,7 @@ and the attention call itself; the decode loop calls it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block, SubLayer
 from selfspec.models.low_precision import Kernel
 from selfspec.models.native_library import KINDS, library
+from selfspec.models.quantizers import InputMoments, zero_moments
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import Masks, PassInputs, fused_backends, rotary_tables
@@ -28,6 +29,7 @@ from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
 from selfspec.runtime.paged import BlockTables, cache_of
+from selfspec.runtime.watched_blocks import watched
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft
@@ -228,6 +230,25 @@ class LeanRuntime(Runtime):
             self._record_positions(positions, slots, n, rows)
         with fused_backends(self.device):
             return self._eager_runner.branch(index, part, x, inputs)
+
+    def input_moments(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], *, products: bool
+    ) -> Iterator[tuple[int, dict[int, InputMoments]]]:
+        """Yield the moments of int4 groups' inputs as `Runtime.input_moments` does.
+
+        Layers run one after another over all texts, so that memory holds the moments of one layer only.
+        """
+        alone = self.with_new_cache()
+        with alone.session(max(map(len, texts))):
+            streams = [self.skeleton.embed(torch.tensor([list(ids)], device=self.device)) for ids in texts]
+            for index in range(max(layers, default=-1) + 1):
+                groups = self.skeleton.quantizer.int4_groups(index) if index in layers else {}
+                moments = zero_moments(groups, products=products)
+                block = watched(self.skeleton.blocks[index], moments)
+                for number, stream in enumerate(streams):
+                    streams[number] = alone.run_layer(index, block, stream)
+                if index in layers:
+                    yield index, moments
 
     @torch.inference_mode()
     def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
     return _CLOSE.get(dtype, 0.1) * float(logits.abs().max())
 
 
-def check_chains(runtime: Runtime, probe: tuple[int, ...], theirs: Tensor, error: float) -> None:
-    """Raise `WrongLogitsError` if logits of several passes over `probe` differ from `theirs` by more than `error`.
+def check_chains(runtime: Runtime, probe: tuple[int, ...], theirs: Tensor, allowed: float) -> float:
+    """Return the largest difference from `theirs` of the logits of several passes over `probe`.
 
-    All tokens are accepted, but for two that stand between the second pass and the last. Call within a session, whose
-    first row the passes use.
+    Raises `WrongLogitsError` if it is more than `allowed`. All tokens are accepted, but for two that stand between the
+    second pass and the last. Call within a session, whose first row the passes use.
     """
     tokens, row = torch.tensor([probe], device=runtime.device), slice(0, 1)
     parts: list[Tensor] = []
@@ -49,11 +49,13 @@ def check_chains(runtime: Runtime, probe: tuple[int, ...], theirs: Tensor, error
             runtime.cache.commit(0, range(end - start - 1))
     except MODEL_ERRORS as problem:
         raise WrongLogitsError(f"it runs without a KV cache, but not with one ({problem})") from None
-    if not _close(torch.cat(parts, 1), theirs, error):
+    error = _difference(torch.cat(parts, 1), theirs)
+    if not error <= allowed:  # nan is wrong, too
         raise WrongLogitsError("its logits with a KV cache are wrong")
+    return error
 
 
-def takes_masks(runtime: Runtime, probe: tuple[int, ...], theirs: Tensor, error: float) -> bool:
+def takes_masks(runtime: Runtime, probe: tuple[int, ...], theirs: Tensor, allowed: float) -> bool:
     """Return whether the model's logits are right with masks per token, at slots other than positions, in two rows.
 
     Call within a session with two rows.
@@ -68,10 +70,10 @@ def takes_masks(runtime: Runtime, probe: tuple[int, ...], theirs: Tensor, error:
         runtime.forward(torch.tensor([probe] * 2, device=runtime.device), 0, logits=None)
         step = runtime.forward(both, positions, slots=n - 2, mask=mask)
         assert step.logits is not None
-        return _close(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1), error)
+        return _difference(step.logits[:, 1], theirs[:, n - 2].repeat(2, 1)) <= allowed
     except MODEL_ERRORS:
         return False
 
 
-def _close(ours: Tensor, theirs: Tensor, error: float) -> bool:
-    return float((ours - theirs).abs().max()) <= error
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())

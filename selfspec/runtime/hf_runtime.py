@@ -9,6 +9,8 @@ by forwards that replace those of the modules in one thread for one pass (`modul
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from torch import Tensor, nn
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import base_model
-from selfspec.models.families.base import Block, SubLayer
+from selfspec.models.families.base import SubLayer
 from selfspec.models.families.common import windows_of
 from selfspec.models.low_precision import Kernel
-from selfspec.models.module_quantizer import ModuleQuantizer, recording_inputs
+from selfspec.models.module_quantizer import ModuleQuantizer, NamedLinears, recording_inputs
 from selfspec.models.quantized_sublayers import Trained
+from selfspec.models.quantizers import InputMoments, moments_bytes, zero_moments
 from selfspec.models.skeleton import decoder_part
 from selfspec.models.structure import Outline, find_structure, read_outline
 from selfspec.runtime.attention_inputs import PassInputs
@@ -40,6 +43,8 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import FULL, SkipSet
 
 _GROWTH = 256
+_INEXACT = 1e-4  # error of logits, as a share of the largest, above which recurrent modules may do better by steps
+_MOMENTS = 2**30  # bytes of the inputs' moments of all layers that are watched at once
 _HIDDEN_WINDOWS = ("window_size", "attention_window_size", "sliding_window_size", "keep_window_size")
 
 
@@ -78,11 +83,6 @@ class GenericRuntime(Runtime):
         self._reset(rows)
 
     @property
-    def stateful(self) -> bool:
-        """Whether any layer has a state that cannot be cropped, such as a recurrent layer's."""
-        return self._layout.stateful
-
-    @property
     def _name(self) -> str:
         return f"{type(self.model).__name__} (model_type {self.model.config.model_type!r})"
 
@@ -91,33 +91,47 @@ class GenericRuntime(Runtime):
     def _probed(self, kernel: Kernel | None) -> bool:
         """Read the layout of the model's cache from a pass; return whether the model's logits are right with trees.
 
-        If the logits are wrong, recurrent modules run one token after the other, and so go on from their state. If they
-        are wrong with keys and values in the runtime's cache, the model's own cache layers are kept instead, as states.
-        Raises `UnsupportedModelError` if its logits with a cache are wrong in all these ways.
+        If the logits are wrong, recurrent modules run one token after the other, and so go on from their state; also if
+        the logits are much closer then. If they are wrong with keys and values in the runtime's cache, the model's own
+        cache layers are kept instead, as states. Raises `UnsupportedModelError` if its logits with a cache are wrong in
+        all these ways.
         """
         reason = ""
-        for opaque, self._stepwise in ((False, False), (False, True), (True, False), (True, True)):
-            try:
-                self._layout = self._read_layout(opaque=opaque)
-            except UnknownCacheError as error:
-                reason = str(error)
+        for opaque, stepwise in ((False, False), (False, True), (True, False), (True, True)):
+            if stepwise and not self._steps:
                 continue
-            if self._stepwise and not self._steps:
-                continue
-            kv_heads, head_dim = self._layout.mean_shape(self.layers)
-            self.skeleton = read_outline(self.model, kv_heads, head_dim)
-            self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
-            quantizer = ModuleQuantizer(self._structure, self.model.get_output_embeddings(), self._inputs, kernel)
-            sharing = getattr(decoder_part(self.model.config), "kv_sharing_modes", None) or [None] * self.layers
-            never = [i for i, mode in enumerate(sharing) if mode == "store"]  # other layers read these keys and values
-            self._paths = GenericPaths(quantizer, self.skeleton, self._output_lengths, unskippable=never)
-            self._full_path = self._paths.get(FULL)
-            self._reset(2)
             try:
-                return self._checked()
-            except WrongLogitsError as error:
-                reason = str(error)
+                trees, error = self._prepared(kernel, opaque=opaque, stepwise=stepwise)
+            except (UnknownCacheError, WrongLogitsError) as problem:
+                reason = str(problem)
+                continue
+            if stepwise or not self._steps or error < _INEXACT or self.dtype not in (torch.float32, torch.float64):
+                return trees
+            with suppress(WrongLogitsError):
+                trees, error_by_steps = self._prepared(kernel, opaque=opaque, stepwise=True)
+                if error_by_steps < error / 10:
+                    return trees
+            return self._prepared(kernel, opaque=opaque, stepwise=False)[0]
         raise UnsupportedModelError(f"{self._name} is not supported: {reason}")
+
+    def _prepared(self, kernel: Kernel | None, *, opaque: bool, stepwise: bool) -> tuple[bool, float]:
+        """Prepare the passes for one way of caching; return what `_checked` does.
+
+        Raises `UnknownCacheError` as `read_layout` does, and `WrongLogitsError` as `_checked` does.
+        """
+        self._stepwise = stepwise
+        self._layout = self._read_layout(opaque=opaque)
+        self.stateful = self._layout.stateful
+        kv_heads, head_dim = self._layout.mean_shape(self.layers)
+        self._quantizer = ModuleQuantizer(self._structure, self.model.get_output_embeddings(), self._inputs, kernel)
+        self.skeleton = read_outline(self.model, kv_heads, head_dim, self._quantizer)
+        self.device, self.dtype = self.skeleton.device, self.skeleton.sizes.dtype
+        sharing = getattr(decoder_part(self.model.config), "kv_sharing_modes", None) or [None] * self.layers
+        never = [i for i, mode in enumerate(sharing) if mode == "store"]  # other layers read these keys and values
+        self._paths = GenericPaths(self._quantizer, self.skeleton, self._output_lengths, unskippable=never)
+        self._full_path = self._paths.get(FULL)
+        self._reset(2)
+        return self._checked()
 
     @torch.inference_mode()
     def _read_layout(self, *, opaque: bool) -> CacheLayout:
@@ -149,21 +163,23 @@ class GenericRuntime(Runtime):
         self._output_lengths[module] = len(out) if isinstance(out, tuple) else None
 
     @torch.inference_mode()
-    def _checked(self) -> bool:
-        """Return whether the model's logits are right with tree masks and with batches.
+    def _checked(self) -> tuple[bool, float]:
+        """Return whether the model's logits are right with tree masks and with batches, and their error without.
 
-        Raises `WrongLogitsError` if its logits with this cache are wrong even for a single sequence.
+        The error is the largest, as a share of the largest logit. Raises `WrongLogitsError` if its logits with this
+        cache are wrong even for a single sequence.
         """
         theirs = self.model(torch.tensor([self._probe], device=self.device), use_cache=False).logits
         # Recurrent kernels compute in float32 in a float64 model, too.
-        error = tolerance(theirs, torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype)
+        allowed = tolerance(theirs, torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype)
         with self.session(len(self._probe) + 2):
-            check_chains(self, self._probe, theirs, error)
-            return (
+            error = check_chains(self, self._probe, theirs, allowed)
+            trees = (
                 "position_ids" in self._forward_params
                 and self._masked_by_hand
-                and takes_masks(self, self._probe, theirs, error)
+                and takes_masks(self, self._probe, theirs, allowed)
             )
+        return trees, error / float(theirs.abs().max())
 
     @property
     def _masked_by_hand(self) -> bool:
@@ -201,11 +217,6 @@ class GenericRuntime(Runtime):
     def register_trained(self, name: str, trained: Trained) -> None:
         """Raise `UnsupportedModelError`, as trained paths are not supported."""
         _ = self.skeleton.parts
-
-    def run_layer(self, index: int, block: Block, x: Tensor) -> Tensor:
-        """Raise `UnsupportedModelError`, as a layer runs with its model only."""
-        _ = self.skeleton.parts
-        raise NotImplementedError
 
     # -- the one forward ---------------------------------------------------------------------------------------
 
@@ -310,6 +321,53 @@ class GenericRuntime(Runtime):
             for hook in hooks:
                 hook.remove()
         return left[0] - x
+
+    def input_moments(
+        self, texts: Sequence[Sequence[int]], layers: Sequence[int], *, products: bool
+    ) -> Iterator[tuple[int, dict[int, InputMoments]]]:
+        """Yield the moments of int4 groups' inputs as `Runtime.input_moments` does, of several layers from each pass.
+
+        Layers whose moments take `_MOMENTS` bytes together, at least one, are watched while the model reads the texts.
+        """
+        todo = [(index, self._quantizer.int4_groups(index)) for index in layers]
+        while todo:
+            watched = dict[int, Mapping[int, NamedLinears]]()
+            nbytes = 0
+            while todo and (not watched or nbytes + moments_bytes(todo[0][1], products=products) <= _MOMENTS):
+                index, groups = todo.pop(0)
+                watched[index], nbytes = groups, nbytes + moments_bytes(groups, products=products)
+            moments = {index: zero_moments(groups, products=products) for index, groups in watched.items()}
+            self._watch(texts, watched, moments)
+            yield from moments.items()
+
+    def _watch(
+        self,
+        texts: Sequence[Sequence[int]],
+        watched: Mapping[int, Mapping[int, NamedLinears]],
+        moments: Mapping[int, Mapping[int, InputMoments]],
+    ) -> None:
+        """Run the texts through the model, and add the inputs of the `watched` groups of each layer to `moments`."""
+
+        def adding(into: InputMoments) -> Callable[..., None]:
+            def add(_module: nn.Module, args: tuple[Any, ...]) -> None:
+                into.add(args[0].reshape(-1, args[0].shape[-1]))
+
+            return in_this_thread(add)
+
+        hooks = [
+            group.replaced[0].register_forward_pre_hook(adding(moments[index][number]))
+            for index, groups in watched.items()
+            for number, group in groups.items()
+        ]
+        try:
+            alone = self.with_new_cache()
+            with alone.session(max(map(len, texts))):
+                for ids in texts:
+                    alone.cache.clear(0)
+                    alone.forward(torch.tensor([list(ids)], device=self.device), 0, logits=None)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _masks_of(self, mask: Tensor, positions: int | Tensor, n: int, kv_len: int, rows: slice) -> Any:
         """Return an additive mask `[B, 1, n, S]`, or a dict of masks by layer type if the model has layer types."""

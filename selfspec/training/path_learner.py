@@ -111,7 +111,7 @@ class PathNet(nn.Module):
         self._by_group: dict[tuple[int, int], nn.ParameterDict] = {}
         self._changed: list[_UpdatedGroup] = []
         self._runtime, self._layers = runtime, list[nn.Module]()
-        for index, layer in enumerate(runtime.skeleton.quantizer.parts.layers):
+        for index, layer in enumerate(runtime.skeleton.parts.layers):
             twin = copy.copy(layer.module)
             twin._modules = dict(layer.module._modules)
             parts: tuple[tuple[SubLayer, str, Mode], ...] = (
@@ -172,7 +172,7 @@ class PathNet(nn.Module):
         positions = torch.arange(ids.shape[1], device=ids.device)
         keys = _StepCache()
         x = self._run_layers(
-            [layer.module for layer in self._runtime.skeleton.quantizer.parts.layers],
+            [layer.module for layer in self._runtime.skeleton.parts.layers],
             self._runtime.skeleton.embed(ids),
             keys,
             positions <= positions.unsqueeze(1),

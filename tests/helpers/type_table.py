@@ -85,7 +85,7 @@ def tried(model_type: str, *, raising: bool = False) -> Row:
             except SelfspecError as error:
                 return Row(model_type, "refused", why=_first_line(error))
             kind = "own forward" if isinstance(runtime, GenericRuntime) else "lean"
-            kind += ", states" if getattr(runtime, "stateful", False) else ""
+            kind += ", states" if runtime.stateful else ""
             drafts = "trees" if runtime.trees else "chains"
             try:
                 different = [mode for mode, ours in _modes(runtime) if ours != texts]

@@ -2,9 +2,10 @@
 
     python tests/scripts/recurrent.py --out tests/scripts/recurrent.json
 
-Each tiny model with recurrent layers, in float64, continues random prompts: drafts with skipped sub-layers under the
-adaptive threshold, in int8, in int4 and in mixed modes, lookup tokens, random chains, and batches whose sequences join
-and leave. The texts are compared with those of `generate`. A model type that is in `--out` is not tried again.
+Each tiny model with recurrent layers, in float64 (in float32 where its own code needs it), continues random prompts:
+drafts with skipped sub-layers under the adaptive threshold, in int8, in int4 and in mixed modes, lookup tokens, random
+chains, and batches whose sequences join and leave. The texts are compared with those of `generate`. A model type that
+is in `--out` is not tried again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def together(rows: Runtime, drafter: Drafter, prompts: Sequence[list[int]], draw
 
 def tried(model_type: str) -> dict[str, Any]:
     """The tokens compared and those that differ, by how they were decoded."""
-    draw, model = random.Random(model_type), tiny_model(model_type).double()
+    draw, model = random.Random(model_type), tiny_model(model_type)
     # The user's model stays as it is while the runtime drafts with it, which is tested elsewhere.
     runtime = GenericRuntime(model, kernel=fake)
     rows = runtime.with_new_cache(rows=ROWS)
@@ -105,7 +106,7 @@ def tried(model_type: str) -> dict[str, Any]:
 def recurrent(model_type: str) -> bool:
     """Whether the type runs, and its layers have states."""
     try:
-        return bool(getattr(open_runtime(tiny_model(model_type)), "stateful", False))
+        return open_runtime(tiny_model(model_type)).stateful
     except Exception:  # whatever a model raises without selfspec
         return False
 

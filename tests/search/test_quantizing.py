@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from models import tiny
 from selfspec.search import finalists, find_profile, prepare, quantizing, study
 from selfspec.search.budget import Deadline, no_deadline
 from selfspec.search.callbacks import SilentSearch
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
+from selfspec.search.quantize_options import QuantizeOptions
 from selfspec.search.quantizing import choose_method, int4_for_search
 from selfspec.search.trial_tables import as_profile
 from studies import measured_as
+from transformers import GPT2Config
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.draft_modules.int4_quantization import int4_settings, open_int4, write_int4
 from selfspec.draft_modules.module_files import read_part
 from selfspec.profile.reading import read_profile, write_profile
+from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_path import DraftPath
@@ -196,3 +202,25 @@ def test_a_path_without_int4_has_no_weights_in_its_profile(llm, clockless):
     score = Score(DraftPath.skipping([1], [1]), 1.0, 1.0, 1.0, 1.0, ControllerSpec(name="fixed"), False, candidates=1)
     plain = finalists.profile_from_score(base, score, None)
     assert plain.parts == {}
+
+
+def test_a_model_that_runs_by_its_own_forward_has_weights_too(llm, tmp_path):
+    """Those of `quantize` with its profile, and those of a search."""
+    words = llm.identity.vocabulary
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=words, n_positions=512, bos_token_id=0, eos_token_id=0
+    )
+    own = selfspec.wrap(tiny(config, dtype=torch.float32), llm.tokenizer, profile="none")
+    assert isinstance(own.runtime, GenericRuntime)
+    file = tmp_path / "w.safetensors"
+    quantizing.quantize(own, file, QuantizeOptions(texts=2, max_new_tokens=8), SilentSearch())
+    profile = read_profile(tmp_path / "w.yaml")
+    drafting = selfspec.wrap(own.model, llm.tokenizer, profile=profile)
+    assert drafting.drafter_for(profile).path.int4_weights == profile.parts["int4"].sha256
+    plain = own.generate("def read(", max_new_tokens=24)
+    assert drafting.generate("def read(", max_new_tokens=24).tokens == plain.tokens
+    part = int4_for_search(own, TEXTS, "auto", deadline=no_deadline(), watch=SilentSearch())
+    assert read_part(quantizing.parts_folder() / part.file).settings["method"] == "gptq"
+    with quantizing.using_int4(own, part):
+        path = own.runtime.compile(DraftPath.from_modes(["int4"] * 4))
+    assert path is own.runtime.compile(replace(DraftPath.from_modes(["int4"] * 4), int4_weights=part.sha256))

@@ -10,7 +10,9 @@ import torch
 from families import FAMILY_CONFIGS
 from hypothesis import given
 from hypothesis import strategies as st
+from model_types import tiny_model
 from models import CONFIGS, plain, run, tiny
+from transformers.pytorch_utils import Conv1D
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -31,15 +33,21 @@ from selfspec.drafters import LayerSkipDrafter, make_drafter
 from selfspec.models.low_precision import fake
 from selfspec.models.quantized_sublayers import Trained, Update
 from selfspec.models.quantizers import InputMoments, quantize_int4
+from selfspec.models.structure import find_structure
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import bring_int4
+from selfspec.runtime import hf_runtime
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import DraftPath
+from selfspec.types.draft_path import DraftPath, SkipSet
 
 TEXTS = [[5, 3, 8, 1, 30, 2, 2, 17, 40, 6, 9, 11, 33], [8, 1, 30], [7]]
+
+
+both_runtimes = pytest.mark.parametrize("kind", [LeanRuntime, GenericRuntime])
 
 
 def model_of(name="llama", **kwargs):
@@ -88,12 +96,13 @@ def test_moments_are_those_of_the_inputs_in_every_family(name, tmp_path, monkeyp
         torch.testing.assert_close(mine.squares, mine.products.diagonal())
 
 
+@both_runtimes
 @pytest.mark.parametrize("method", ["nearest", "weighted", "gptq"])
 @pytest.mark.parametrize("group", [64, 32])
-def test_a_path_runs_with_the_weights_of_the_file(method, group, tmp_path):
+def test_a_path_runs_with_the_weights_of_the_file(kind, method, group, tmp_path):
     """As a model with these weights does; other sub-layers, and the head, are rounded as before."""
     model = model_of()
-    runtime = LeanRuntime(model, kernel=fake)
+    runtime = kind(model, kernel=fake)
     file = written(runtime, tmp_path / "x.safetensors", method, group=group)
     path = DraftPath.from_modes(["int4", "full", "skip", "int8", "int4", "int4", "full", "int4"], head="int8")
     named = replace(path, int4_weights="file")
@@ -108,7 +117,7 @@ def test_a_path_runs_with_the_weights_of_the_file(method, group, tmp_path):
             for module in own.modules:
                 module.weight.data = weight[start : start + module.out_features]
                 start += module.out_features
-    theirs, tokens = LeanRuntime(other, kernel=fake), torch.tensor([TEXTS[0]])
+    theirs, tokens = kind(other, kernel=fake), torch.tensor([TEXTS[0]])
     full_int4 = replace(path, int4=DraftPath().int4)
     with runtime.session(16), theirs.session(16):
         mine = runtime.forward(tokens, 0, path=runtime.compile(named)).logits
@@ -124,8 +133,9 @@ def test_a_path_runs_with_the_weights_of_the_file(method, group, tmp_path):
     assert more == 0 if group == 64 else 0 < more < halves // 8
 
 
-def test_paths_that_name_no_weights_use_those_of_the_context(tmp_path):
-    runtime = LeanRuntime(model_of(), kernel=fake)
+@both_runtimes
+def test_paths_that_name_no_weights_use_those_of_the_context(kind, tmp_path):
+    runtime = kind(model_of(), kernel=fake)
     runtime.register_int4("file", written(runtime, tmp_path / "x.safetensors"))
     path = DraftPath.from_modes(["int4"] * 8)
     other = DraftPath.from_modes(["int8"] * 8)
@@ -138,25 +148,150 @@ def test_paths_that_name_no_weights_use_those_of_the_context(tmp_path):
     assert runtime.compile(path) is outside
 
 
+@both_runtimes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_text_stays_the_models_own(dtype, tmp_path):
+def test_the_text_stays_the_models_own(kind, dtype, tmp_path):
     model = model_of(dtype=dtype)
-    runtime = LeanRuntime(model)
+    runtime = kind(model)
     runtime.register_int4("file", written(runtime, tmp_path / "x.safetensors", "gptq"))
     path = DraftPath.from_modes(["int4"] * 8, head="int8")
     drafter = LayerSkipDrafter(runtime, replace(path, int4_weights="file"), FixedK(3))
     for prompt in ([5, 3], [8, 1, 30]):
-        assert run(runtime, drafter, prompt, 24)[0] == plain(LeanRuntime(model), prompt, 24)
+        assert run(runtime, drafter, prompt, 24)[0] == plain(kind(model), prompt, 24)
+
+
+@both_runtimes
+@pytest.mark.parametrize("method", ["weighted", "gptq"])
+def test_a_file_of_one_runtime_is_right_for_the_other(kind, method, tmp_path):
+    """They number the same groups, see the same inputs, and compute the same with the same file."""
+    model = model_of()
+    mine, other = kind(model, kernel=fake), ({LeanRuntime, GenericRuntime} - {kind}).pop()(model, kernel=fake)
+    file = written(mine, tmp_path / "x.safetensors", method)
+    each = [dict(runtime.input_moments(TEXTS, range(4), products=True)) for runtime in (mine, other)]
+    assert list(each[0]) == list(each[1]) == [0, 1, 2, 3]
+    for layer, groups in each[0].items():
+        assert list(groups) == list(each[1][layer]) == [0, 1, 2, 3]
+        for number, moments in groups.items():
+            torch.testing.assert_close(moments.products, each[1][layer][number].products, rtol=1e-4, atol=1e-4)
+    logits = []
+    for runtime in (mine, other):
+        runtime.register_int4("file", open_int4(runtime, tmp_path / "x.safetensors"))
+        with runtime.session(16):
+            path = runtime.compile(replace(PATH, int4_weights="file"))
+            logits.append(runtime.forward(torch.tensor([TEXTS[0]]), 0, path=path).logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)  # `transformers`' norms compute in float32
+    assert file.shapes.keys() == open_int4(other, tmp_path / "x.safetensors").shapes.keys()
+
+
+# Linears stored by columns; an MLP that is no module; linear attention; recurrent layers that several layers share;
+# experts, which stay rounded to nearest.
+OWN_FORWARD = ("gpt2", "opt", "qwen3_5_text", "zamba2", "qwen2_moe")
+own_forward = pytest.mark.parametrize("model_type", OWN_FORWARD)
+
+
+@own_forward
+def test_moments_are_those_of_the_inputs_of_any_model(model_type):
+    """As hooks on the modules see them in transformers' own passes, one text after the other."""
+    model = tiny_model(model_type)
+    runtime = GenericRuntime(model)
+    groups = [runtime.skeleton.quantizer.int4_groups(layer) for layer in range(runtime.layers)]
+    watched = [
+        (layer, number, group.replaced[0]) for layer in range(runtime.layers) for number, group in groups[layer].items()
+    ]
+    seen = {(layer, number): [] for layer, number, _ in watched}
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, key=(layer, number): seen[key].append(args[0].flatten(0, -2)))
+        for layer, number, module in watched
+    ]
+    with torch.no_grad():
+        for ids in TEXTS:
+            model(torch.tensor([ids]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    moments = dict(runtime.input_moments(TEXTS, range(runtime.layers), products=True))
+    assert {(layer, number) for layer in moments for number in moments[layer]} == set(seen)
+    assert seen
+    for (layer, number), inputs in seen.items():
+        x = torch.cat(inputs).float()
+        assert moments[layer][number].count == len(x) >= sum(map(len, TEXTS))
+        torch.testing.assert_close(moments[layer][number].products, x.t() @ x, rtol=1e-3, atol=1e-3)
+
+
+@own_forward
+@torch.no_grad()
+def test_any_model_drafts_with_the_weights_of_a_file(model_type, tmp_path):
+    """A path computes what the model with these weights does, and the text stays that of `generate`."""
+    model = tiny_model(model_type)
+    runtime = GenericRuntime(model, kernel=fake)
+    file = written(runtime, tmp_path / "x.safetensors", "gptq")
+    runtime.register_int4("file", file)
+    layers, experts = tuple(range(runtime.layers)), model_type == "qwen2_moe"
+    path = DraftPath(int4=SkipSet(layers, () if experts else layers), int4_weights="file")
+    other = copy.deepcopy(model)
+    structure, quantizer = find_structure(other), GenericRuntime(other).skeleton.quantizer
+    for layer in layers:
+        for number, group in quantizer.int4_groups(layer).items():
+            weight, start = file.get(layer, number).weight(torch.float64), 0
+            for linear, module in zip(group.modules, group.replaced, strict=True):
+                own, start = weight[start : start + linear.out_features], start + linear.out_features
+                if not experts or module in structure.attention[layer].modules():
+                    module.weight.data = own.t() if isinstance(module, Conv1D) else own
+    theirs, tokens = GenericRuntime(other), torch.tensor([TEXTS[0]])
+    with runtime.session(16), theirs.session(16):
+        mine = runtime.forward(tokens, 0, path=runtime.compile(path)).logits
+        torch.testing.assert_close(mine, theirs.forward(tokens, 0).logits, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(
+            mine, runtime.forward(tokens, 0, path=runtime.compile(replace(path, int4_weights=None))).logits
+        )
+    assert runtime.compile(path).bytes == runtime.extra_bytes(path)
+    drafter = LayerSkipDrafter(runtime, path, FixedK(3))
+    for prompt in ([5, 3], [8, 1, 30]):
+        text = model.generate(
+            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert run(runtime, drafter, prompt, 16)[0] == text[0, len(prompt) :].tolist()
+
+
+def test_moments_that_take_much_memory_are_those_of_one_layer_at_a_time(monkeypatch):
+    runtime = GenericRuntime(model_of())
+    together, sessions = dict(runtime.input_moments(TEXTS, [1, 2, 3], products=True)), []
+    monkeypatch.setattr(hf_runtime, "_MOMENTS", 0)
+    watch = GenericRuntime._watch
+    monkeypatch.setattr(GenericRuntime, "_watch", lambda self, *args: sessions.append(1) or watch(self, *args))
+    alone = dict(runtime.input_moments(TEXTS, [1, 2, 3], products=True))
+    assert len(sessions) == 3
+    assert list(alone) == list(together) == [1, 2, 3]
+    for layer, groups in alone.items():
+        for number, moments in groups.items():
+            assert torch.equal(moments.products, together[layer][number].products)
+
+
+def test_nothing_stays_on_the_model_where_reading_its_texts_fails():
+    model = model_of()
+    runtime = GenericRuntime(model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[2].mlp.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        list(runtime.input_moments(TEXTS, range(4), products=False))
+    hook.remove()
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 class Killed(BaseException):
     pass
 
 
+@both_runtimes
 @pytest.mark.parametrize("method", ["weighted", "gptq"])
-def test_it_resumes_after_a_kill(method, tmp_path, monkeypatch):
+def test_it_resumes_after_a_kill(kind, method, tmp_path, monkeypatch):
     """Finished layers are not quantised again, and the weights are those of a call that was not killed."""
-    runtime = LeanRuntime(model_of())
+    runtime = kind(model_of())
     whole, file = written(runtime, tmp_path / "whole.safetensors", method), tmp_path / "x.safetensors"
 
     def killed(done):

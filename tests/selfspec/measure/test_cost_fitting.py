@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+from model_types import tiny_model
 from models import small
 
 from selfspec.controllers import FixedK
@@ -16,6 +17,7 @@ from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, lower_quartile
+from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import FULL, LOW, MODES, DraftPath, SkipSet
@@ -60,6 +62,20 @@ def test_plain_decoding_runs_where_its_step_takes_least(monkeypatch):
     monkeypatch.setattr(costing, "forward_seconds", lambda runtime, *_, **__: times[runtime].pop())
     assert costing.fastest_plain([slow, fast]) is fast
     assert costing.fastest_plain([slow]) is slow
+
+
+@pytest.mark.parametrize("path", [FULL, DraftPath(SkipSet((1,), ()))], ids=["full", "draft"])
+def test_a_timed_pass_reads_its_own_tokens_alone(path):
+    """Of a model with recurrent layers, too: the context's state is known before."""
+    runtime = open_runtime(tiny_model("qwen3_5_text"))
+    assert runtime.stateful
+    runtime.compile(path)
+    lengths = []
+    hook = runtime.model.get_input_embeddings().register_forward_hook(lambda _, args, out: lengths.append(out.shape[1]))
+    costing.forward_seconds(runtime, 20, rows=2, repeats=4, path=path)
+    hook.remove()
+    assert lengths[:1] == [20]
+    assert set(lengths[1:]) == {2}
 
 
 def test_a_machine_of_known_speed_is_found_out(model, clock):

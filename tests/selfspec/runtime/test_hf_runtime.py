@@ -324,6 +324,19 @@ def test_what_is_not_understood_is_refused_by_name(model_type, why):
         open_runtime(tiny_model(model_type))
 
 
+@pytest.mark.parametrize("when", ["in every pass", "with cached tokens"])
+def test_an_index_error_in_a_model_is_a_refusal_by_name(when):
+    model = tiny(CONFIGS["gemma"])
+
+    def fail(_module, _args, kwargs):
+        if when == "in every pass" or int(kwargs["position_ids"].min()) > 0:
+            raise IndexError("list index out of range")
+
+    model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=r"'gemma'\) is not supported: .*list index out of range"):
+        open_runtime(model)
+
+
 @pytest.mark.parametrize(
     ("model_type", "trees", "stateful"),
     [
@@ -345,6 +358,19 @@ def test_every_kind_of_cache_gives_the_text_of_generate(model_type, trees, state
     row = tried(model_type, raising=True)
     assert (row.outcome, row.modes) == ("equal", MODES)
     assert (row.drafts, "states" in row.runtime) == ("trees" if trees else "chains", stateful)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@torch.no_grad()
+def test_recurrent_modules_run_by_steps_where_their_logits_are_wrong_by_little(seed):
+    """Zamba's ignore their state when they get several tokens, which tells on random logits by a thousandth."""
+    runtime = open_runtime(tiny_model("zamba", seed=seed))
+    theirs = runtime.model(tokens_for(12), use_cache=False).logits
+    with runtime.session(12):
+        runtime.forward(tokens_for(12)[:, :7], 0, logits=None)
+        runtime.cache.commit(0, range(6))
+        ours = runtime.forward(tokens_for(12)[:, 7:], 7).logits
+    assert float((ours - theirs[:, 7:]).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
 def test_special_tokens_have_no_say_in_what_is_supported():
