@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ class Comparison:
     new: int = NEW
     sampling_peers: Sequence[str] = ()
     model: str = MODEL
+
+    def restricted(self, names: Sequence[str]) -> Comparison:
+        """The comparison of these methods only."""
+        return replace(self, methods={dtype: [n for n in own if n in names] for dtype, own in self.methods.items()})
 
 
 class Worker:
@@ -354,6 +358,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join((*(one.name for one in COMPARISONS), *SCRIPTS)))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=3, help="most rounds of selfspec's methods")
+    parser.add_argument("--methods", help="measure these methods only, such as 'plain,no search'")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--machine", help="name in the tables; by default of the processor and its instruction set")
     parser.add_argument("--llama-python", help="Python of an environment with llama-cpp-python")
@@ -382,6 +387,8 @@ def main() -> None:
 
     asked = given.only.split(",")
     for of in COMPARISONS:
+        if given.methods:
+            of = of.restricted(given.methods.split(","))
         if of.name in asked:
             try:
                 runs = list(measure(run, of))
