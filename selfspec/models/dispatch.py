@@ -7,10 +7,10 @@ these modules (the model, its layers), so that the hooks of containers never run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.hooks import AlignDevicesHook
@@ -18,14 +18,32 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import UnsupportedModelError
 
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+
+def for_one_pass(function: CallT, before: Callable[..., Any] | None = None) -> CallT:
+    """Mark a hook, or a forward that stands for the forward `before` of an instance (None: its class's).
+
+    They do nothing of their own in other threads, where the module counts as it is without them.
+    """
+    function.before_pass = before  # type: ignore[attr-defined]
+    return function
+
+
+def is_for_one_pass(function: Callable[..., Any]) -> bool:
+    """Return whether a hook or a forward is there for one pass of some thread."""
+    return hasattr(function, "before_pass")
+
 
 def calls_itself(module: nn.Module, *, offloaded: bool = False) -> bool:
-    """Return whether calling a module runs its class's own forward.
+    """Return whether calling a module, between passes, runs its class's own forward.
 
     accelerate's wrapper around the forward is allowed if it only moves inputs to the module's device, or, with
     `offloaded`, if it also loads the weights.
     """
     forward = module.__dict__.get("forward")
+    if forward is not None and is_for_one_pass(forward):
+        forward = forward.before_pass
     if forward is None:
         return True
     accelerates = isinstance(forward, partial) and forward.func.__module__ == "accelerate.hooks"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from selfspec.models.dispatch import calls_itself, device_of, is_dense
+from selfspec.models.dispatch import calls_itself, device_of, is_dense, is_for_one_pass
 from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
 
 if TYPE_CHECKING:
@@ -29,11 +29,13 @@ Onto = Callable[[Tensor, Tensor], object]  # f(base, x): adds the output for x t
 def is_plain(module: nn.Module, *, offloaded: bool = False) -> bool:
     """Return whether calling `module` runs its class's own forward and nothing else: no hooks, no parametrisation.
 
-    accelerate's hooks that move inputs are allowed, as the runtime's inputs are on the module's device already; with
-    `offloaded`, so are hooks that load offloaded weights.
+    What is there for one pass of some thread does not count. accelerate's hooks that move inputs are allowed, as the
+    runtime's inputs are on the module's device already; with `offloaded`, so are hooks that load offloaded weights.
     """
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if not all(map(is_for_one_pass, hooks)):
+        return False
+    return calls_itself(module, offloaded=offloaded) and not hasattr(module, "parametrizations")
 
 
 def embedding(module: Any) -> Call:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.models.dispatch import device_of
+from selfspec.models.dispatch import device_of, for_one_pass
 from selfspec.models.families.base import SubLayer
 from selfspec.models.families.experts import ExpertParts, ExpertProducts
 from selfspec.models.layout import suits_native
@@ -46,6 +46,7 @@ def recording_inputs(model: nn.Module) -> Iterator[Inputs]:
         if args and threading.get_ident() == owner:
             inputs[module] = id(tensors.setdefault(id(args[0]), args[0]))
 
+    for_one_pass(record)
     hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
     try:
         yield inputs
@@ -96,11 +97,14 @@ class ModuleQuantizer(WeightQuantizer):
         `int4`: as in `sublayer`.
         """
         own = self._quantizable(index, part, bits)
-        if own is None or bits != 4 or int4 is None:
-            return None if own is None else own.bytes(bits)
+        return None if own is None else own.bytes(bits, self._sizes(index, part, own, int4 if bits == 4 else None))
+
+    def _sizes(self, index: int, part: SubLayer, own: _Quantizable, int4: Int4Weights | None) -> list[int | None]:
+        """Return the bytes of those groups of a sub-layer's `own` that have int4 weights already."""
+        if int4 is None:
+            return [None] * len(own.groups)
         first = self._first_group(index, part)
-        sizes = [int4.bytes(index, number) for number in range(first, first + len(own.groups))]
-        return own.bytes(bits, sizes)
+        return [int4.bytes(index, number) for number in range(first, first + len(own.groups))]
 
     def linear_groups(self, index: int) -> Sequence[NamedLinears]:
         """Return the groups of linears of layer `index` that can be quantised to int4: the attention's, then the MLP's.
@@ -146,9 +150,7 @@ class ModuleQuantizer(WeightQuantizer):
             forwards.update(_forwards_of(group, made.modules[0].fused.product))
         for parts in own.experts:
             forwards[parts.module] = _experts_forward(self.experts(parts, bits))
-        nbytes = self.bytes(index, part, bits, int4)
-        assert nbytes is not None
-        return forwards, nbytes
+        return forwards, own.bytes(bits, self._sizes(index, part, own, weights))
 
     def head_bytes(self, bits: Bits) -> int | None:
         """Return the bytes that the quantised head takes; None if it cannot be quantised to `bits`."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selfspec.models.dispatch import for_one_pass
 from selfspec.models.structure import Forwards, Structure
 
 
@@ -66,8 +67,9 @@ def _patch(module: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return _pass.forwards.get(module, own)(*args, **kwargs)
 
-    _patches[module] = _Patch(1, module.__dict__.get("forward"))
-    module.__dict__["forward"] = forward
+    before = module.__dict__.get("forward")
+    _patches[module] = _Patch(1, before)
+    module.__dict__["forward"] = for_one_pass(forward, before)
 
 
 def _unpatch(module: nn.Module) -> None:
@@ -132,7 +134,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     def own(*args: Any) -> Any:
         return hook(*args) if threading.get_ident() == owner else None
 
-    return own
+    return for_one_pass(own)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from model_types import tiny_model
 from models import SIZES, plain, run, tiny
 from selfspec.search.replay import Replay
 from selfspec.search.replay_state import TargetText
+from torch import nn
 from toys import RandomTree
 from transformers import (
     BloomConfig,
@@ -36,10 +37,12 @@ from selfspec.drafters import LayerSkipDrafter, LookaheadDrafter, LookupDrafter,
 from selfspec.engine.engine import Engine
 from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
+from selfspec.models.module_quantizer import recording_inputs
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
+from selfspec.runtime.module_hooks import replacing
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import DraftPath, SkipSet
@@ -259,6 +262,29 @@ def test_another_thread_runs_the_model_in_full_during_a_quantised_draft():
     assert torch.equal(logits, own)
     assert tokens == text
     assert not torch.allclose(drafted, own)
+
+
+def test_what_can_be_quantised_does_not_depend_on_passes_of_other_threads():
+    """While they replace forwards, and record which linears read the same input."""
+    model = tiny(FAMILY_CONFIGS["llama"])
+    quantizer = GenericRuntime(model).skeleton.quantizer
+    before = [[group.sizes for group in quantizer.linear_groups(index)] for index in range(3)]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay():
+        with replacing({linear: linear.forward for linear in linears}), recording_inputs(model):
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait()
+    meanwhile = [[group.sizes for group in quantizer.linear_groups(index)] for index in range(3)]
+    leave.set()
+    thread.join()
+    assert all(before)
+    assert meanwhile == before
 
 
 def test_two_threads_draft_with_one_model():
