@@ -17,7 +17,8 @@ static int64_t score_floats(const Place &place) { return (place.kv_len + V) / V 
 
 // A query head: `q` [d], what it sees, where its scores are kept, and where its output [d] goes. It sees slots from `first` up
 // to `kv_len`, of those from `from` on what `mask` shows, its own `position` being the last. `cap`: as of a `Layer`.
-// Where keys and values are multiplied in pairs, `q` and weights are bfloat16 numbers, one after the other from where the float32 ones would begin.
+// Where keys and values are multiplied in pairs, `q` and weights are bfloat16 numbers, one after the other from where the
+// float32 ones would begin.
 struct Query {
     const float *q, *mask;
     int64_t first, kv_len, from, position;

@@ -7,8 +7,9 @@ these modules (the model, its layers), so that the hooks of containers never run
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -28,6 +29,17 @@ def for_one_pass(function: CallT, before: Callable[..., Any] | None = None) -> C
     """
     function.before_pass = before  # type: ignore[attr-defined]
     return function
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing when another thread calls the module."""
+    owner = threading.get_ident()
+
+    @wraps(hook)
+    def own(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == owner else None
+
+    return for_one_pass(own)
 
 
 def is_for_one_pass(function: Callable[..., Any]) -> bool:

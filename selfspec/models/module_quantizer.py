@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.models.dispatch import device_of, for_one_pass
+from selfspec.models.dispatch import device_of, in_this_thread
 from selfspec.models.families.base import SubLayer
 from selfspec.models.families.experts import ExpertParts, ExpertProducts
 from selfspec.models.layout import suits_native
@@ -39,15 +39,14 @@ Inputs = Mapping[nn.Module, int]
 @contextmanager
 def recording_inputs(model: nn.Module) -> Iterator[Inputs]:
     """Record which linears of a model read the same tensor during a pass of this thread."""
-    owner = threading.get_ident()
     inputs, tensors = dict[nn.Module, int](), dict[int, Tensor]()  # tensors are kept alive: an id stands for one only
 
     def record(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and threading.get_ident() == owner:
+        if args:
             inputs[module] = id(tensors.setdefault(id(args[0]), args[0]))
 
-    for_one_pass(record)
-    hooks = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+    recorder = in_this_thread(record)
+    hooks = [m.register_forward_pre_hook(recorder) for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))]
     try:
         yield inputs
     finally:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
-from selfspec.models.dispatch import device_of
+from selfspec.models.dispatch import device_of, in_this_thread
 from selfspec.models.families import base_model
 from selfspec.models.families.base import SubLayer
 from selfspec.models.families.common import windows_of
@@ -35,7 +35,7 @@ from selfspec.runtime.hf_cache_layout import CacheLayout, UnknownCacheError, new
 from selfspec.runtime.hf_cache_view import ViewedPass
 from selfspec.runtime.hf_check import MODEL_ERRORS, WrongLogitsError, check_chains, probe_tokens, takes_masks, tolerance
 from selfspec.runtime.hf_paths import GenericPath, GenericPaths
-from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, in_this_thread, replacing, stepping
+from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, replacing, stepping
 from selfspec.runtime.paged import BlockTables
 from selfspec.runtime.state_cache import StateCache
 from selfspec.runtime.state_passes import run_rows

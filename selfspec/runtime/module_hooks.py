@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.models.dispatch import for_one_pass
+from selfspec.models.dispatch import for_one_pass, in_this_thread
 from selfspec.models.structure import Forwards, Structure
 
 
@@ -124,17 +123,6 @@ def zero_forward(module: nn.Module, outputs: int | None) -> Callable[..., Any]:
         return x if outputs is None else (x, *[None] * (outputs - 1))
 
     return nothing
-
-
-def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that does nothing when another thread calls the module."""
-    owner = threading.get_ident()
-
-    @wraps(hook)
-    def own(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == owner else None
-
-    return for_one_pass(own)
 
 
 @contextmanager

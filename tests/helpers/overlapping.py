@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from models import run
-from tape import Tape
+from tape import Tape, Waits, noted_reads, rounds_to_end
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.drafters.tree_merge import merged
+from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.proposers.base import NO_PROPOSAL
 from selfspec.runtime.device_rounds import LENGTHS
@@ -77,7 +78,10 @@ class Lagging(LayerSkipDrafter):
 
 
 def looked_up(text):
-    """What followed the latest earlier occurrence of the text's longest end, of `MATCHED` tokens at most, endlessly."""
+    """Return the tokens that followed an earlier occurrence of the text's end, repeated without end; none if none did.
+
+    Of all ends of at most `MATCHED` tokens that occur earlier, the longest counts; of its occurrences, the latest.
+    """
     for n in range(min(MATCHED, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:
@@ -151,3 +155,20 @@ def compared(
     later = len(rounds) - 1
     assert runtime._recorder.replayed in (later, later + 1)  # one is discarded where the text ended early
     return runtime, ours, rounds
+
+
+def assert_one_read_a_round(monkeypatch, runtime, drafter, prompt, sampler, rule=None):
+    """Each round on the device transfers to the host once, and no operation waits for the device.
+
+    `sampler` makes a sampler for each of two texts of 40 tokens; while the first is decoded, rounds are captured.
+    """
+    waits = Waits()
+    run(runtime, drafter, prompt, 40, sampler=sampler(), rule=rule)  # captures, which read what they like
+    reads = noted_reads(monkeypatch)
+    seq = SequenceState(list(prompt), 40, sampler(), rule=rule)
+    with Engine(runtime, drafter) as engine:
+        engine.join(seq)
+        engine.step()  # the first token, which the host chooses
+        rounds = rounds_to_end(engine, reads, waits)
+    assert waits.count == 0
+    assert reads == ["tolist"] * rounds

@@ -205,7 +205,7 @@ def test_a_path_without_int4_has_no_weights_in_its_profile(llm, clockless):
 
 
 def test_a_model_that_runs_by_its_own_forward_has_weights_too(llm, tmp_path):
-    """Those of `quantize` with its profile, and those of a search."""
+    """Files of `quantize`, with the profile that it writes, and files of a search."""
     words = llm.identity.vocabulary
     config = GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=words, n_positions=512, bos_token_id=0, eos_token_id=0

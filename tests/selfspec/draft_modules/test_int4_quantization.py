@@ -191,7 +191,7 @@ own_forward = pytest.mark.parametrize("model_type", OWN_FORWARD)
 
 @own_forward
 def test_moments_are_those_of_the_inputs_of_any_model(model_type):
-    """As hooks on the modules see them in transformers' own passes, one text after the other."""
+    """They equal the sums of the inputs that hooks see while `transformers` runs one text after the other."""
     model = tiny_model(model_type)
     runtime = GenericRuntime(model)
     groups = [runtime.skeleton.quantizer.int4_groups(layer) for layer in range(runtime.layers)]

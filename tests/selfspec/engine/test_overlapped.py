@@ -14,8 +14,7 @@ from device_rounds import VOCABULARY
 from device_rounds import model as model
 from device_rounds import switched_on as switched_on
 from models import plain, run, small, tiny
-from overlapping import CONTROLLERS, GAP, PATH, PROMPT, WORDS, compared, device, host
-from tape import Waits, noted_reads, rounds_to_end
+from overlapping import CONTROLLERS, GAP, PATH, PROMPT, WORDS, assert_one_read_a_round, compared, device, host
 from transformers import LogitsProcessor, MistralConfig
 
 from selfspec.basics.errors import SelfspecError
@@ -283,17 +282,9 @@ def test_off_by_default(model, monkeypatch):
 @pytest.mark.parametrize("name", ["4 tokens", "adaptive", "rate"])
 def test_one_read_a_round(model, monkeypatch, sampler, name):
     """Every way by which Python takes values of a tensor is counted, and each round's transfer is awaited once."""
-    runtime, waits = device(model), Waits()
+    runtime = device(model)
     drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS[name]))
-    run(runtime, drafter, PROMPT, 40, sampler=sampler())  # captures, which read what they like
-    reads = noted_reads(monkeypatch)
-    seq = SequenceState(list(PROMPT), 40, sampler())
-    with Engine(runtime, drafter) as engine:
-        engine.join(seq)
-        engine.step()  # the first token, which the host chooses
-        rounds = rounds_to_end(engine, reads, waits)
-    assert waits.count == 0
-    assert reads == ["tolist"] * rounds
+    assert_one_read_a_round(monkeypatch, runtime, drafter, PROMPT, sampler)
 
 
 def test_the_next_round_is_launched_before_the_last_is_read(model, monkeypatch):

@@ -10,8 +10,7 @@ from device_rounds import VOCABULARY
 from device_rounds import model as model
 from device_rounds import switched_on as switched_on
 from models import run, small
-from overlapping import CONTROLLERS, GAP, PATH, PROMPT, WORDS, compared, device, host
-from tape import Waits, noted_reads, rounds_to_end
+from overlapping import CONTROLLERS, GAP, PATH, PROMPT, WORDS, assert_one_read_a_round, compared, device, host
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
@@ -128,16 +127,9 @@ def test_a_rule_that_does_not_fit_the_sampler_runs_on_the_host(model):
 @each_sampler
 @pytest.mark.parametrize("name", ["4 tokens", "adaptive", "rate"])
 def test_one_read_a_round(model, monkeypatch, sampler, rule, name):
-    runtime, waits = device(model), Waits()
+    runtime = device(model)
     drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS[name]))
-    run(runtime, drafter, PROMPT, 40, sampler=sampler(), rule=rule)  # captures, which read what they like
-    reads = noted_reads(monkeypatch)
-    with Engine(runtime, drafter) as engine:
-        engine.join(SequenceState(list(PROMPT), 40, sampler(), rule=RULES[rule]))
-        engine.step()  # the first token, which the host chooses
-        rounds = rounds_to_end(engine, reads, waits)
-    assert waits.count == 0
-    assert reads == ["tolist"] * rounds
+    assert_one_read_a_round(monkeypatch, runtime, drafter, PROMPT, sampler, RULES[rule])
 
 
 @pytest.mark.gpu

@@ -11,8 +11,7 @@ from device_rounds import VOCABULARY
 from device_rounds import model as model
 from device_rounds import switched_on as switched_on
 from models import plain, run, tiny
-from overlapping import CONTROLLERS, GAP, PATH, LaggingTree, compared, device, host, looked_up
-from tape import Waits, noted_reads, rounds_to_end
+from overlapping import CONTROLLERS, GAP, PATH, LaggingTree, assert_one_read_a_round, compared, device, host, looked_up
 from transformers import MistralConfig
 
 from selfspec.controllers import FixedK
@@ -138,17 +137,9 @@ def test_sequences_together(model, tree):
 @every_tree
 @every_sampler
 def test_one_read_a_round(model, monkeypatch, sampler, tree):
-    runtime, waits = device(model), Waits()
+    runtime = device(model)
     drafter = LayerSkipDrafter(runtime, PATH, copy.deepcopy(CONTROLLERS["adaptive"]), **tree)
-    run(runtime, drafter, REPEATED, 40, sampler=sampler())  # captures, which read what they like
-    reads = noted_reads(monkeypatch)
-    seq = SequenceState(list(REPEATED), 40, sampler())
-    with Engine(runtime, drafter) as engine:
-        engine.join(seq)
-        engine.step()  # the first token, which the host chooses
-        rounds = rounds_to_end(engine, reads, waits)
-    assert waits.count == 0
-    assert reads == ["tolist"] * rounds
+    assert_one_read_a_round(monkeypatch, runtime, drafter, REPEATED, sampler)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_plain_decoding_runs_where_its_step_takes_least(monkeypatch):
 
 @pytest.mark.parametrize("path", [FULL, DraftPath(SkipSet((1,), ()))], ids=["full", "draft"])
 def test_a_timed_pass_reads_its_own_tokens_alone(path):
-    """Of a model with recurrent layers, too: the context's state is known before."""
+    """A model with recurrent layers reads the context once, before the timed passes."""
     runtime = open_runtime(tiny_model("qwen3_5_text"))
     assert runtime.stateful
     runtime.compile(path)

@@ -46,7 +46,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """What is decoded: the drafts' path, controller and tree, and the sampling and its rule."""
+    """A way to decode: the path, controller and tree of drafts; the sampling, and its verification rule."""
 
     drafts: str
     controller: str = ""
