@@ -13,7 +13,6 @@ from transformers.cache_utils import (
     Cache as TheirCache,
 )
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
@@ -25,7 +24,7 @@ from transformers.cache_utils import (
 )
 
 from selfspec.runtime.cache import KVShape
-from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass
+from selfspec.runtime.hf_cache_view import HFCacheView, ViewedPass, is_unused
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 _HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
@@ -136,7 +135,7 @@ def _shape(layer: Any, tokens: int) -> KVShape:
 
 def _state(layer: Any, before: Any, *, slots: bool) -> Any:
     """Return the state of a layer before the first token; None if the layer keeps nothing beside keys and values."""
-    if isinstance(layer, DummyLayer) or (slots and not isinstance(layer, _HYBRID)):
+    if is_unused(layer) or (slots and not isinstance(layer, _HYBRID)):
         return None
     if slots:
         return LinearAttentionLayer(number_of_states=before.number_of_states)

@@ -7,15 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache as TheirCache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from selfspec.runtime.cache import Cache
+
+_UNUSED = getattr(cache_utils, "DummyLayer", None)  # `transformers` 5.17 has none: nothing fills such a layer there
+
+
+def is_unused(layer: Any) -> bool:
+    """Return whether a layer is known to keep nothing."""
+    return _UNUSED is not None and isinstance(layer, _UNUSED)
+
+
+def unused_layer() -> Any:
+    """Return a layer that keeps nothing."""
+    return LinearAttentionLayer() if _UNUSED is None else _UNUSED()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class HFCacheView(TheirCache):  # type: ignore[misc]
 
 def _layer(viewed_pass: ViewedPass, index: int | None, indexer_index: int | None, state: Any) -> Any:
     if index is None:
-        return DummyLayer() if state is None else state
+        return unused_layer() if state is None else state
     if indexer_index is not None:
         return _IndexedLayer(viewed_pass, index, indexer_index)
     return _Layer(viewed_pass, index) if state is None else _HybridLayer(viewed_pass, index, state)

@@ -16,6 +16,7 @@ from selfspec.models.triton_kernels.launching import BLOCK_ROWS, compute_dtype, 
 
 CHUNK, CHUNKS = 256, 32  # slots of a chunk, which doubles beyond this number of chunks
 BLOCK_SLOTS = 64  # slots of a step
+WARPS, STAGES = 4, 2
 
 
 def chunk_of(slots: int) -> int:
@@ -136,7 +137,8 @@ def decode_attention(
         q, keys, values, slots, None if mask is None else mask.view(torch.uint8), parts, largest, total,
         n, kv_len, chunks, scaling, first_row, int(mask is not None and len(mask) > 1),
         *keys.stride(), *values.stride()[:3], **shape, WINDOW=window or 0, MASKED=mask is not None,
-        COMPUTE=compute_dtype(q.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_S=BLOCK_SLOTS, **blocks, num_warps=4, num_stages=2,
+        COMPUTE=compute_dtype(q.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_S=BLOCK_SLOTS, **blocks,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     combine_kernel[(heads, group * n)](
         parts, largest, total, slots, out, n, kv_len, chunks, out.stride(0),

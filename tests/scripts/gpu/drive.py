@@ -29,7 +29,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ TAIL = 1500  # characters of a failed part's output that are reported
 
 @dataclass(frozen=True)
 class Part:
-    """A script of `parts/`, its limit in seconds, and its call, 1 or 2; 0: both, 3: rehearsals alone."""
+    """A script of `parts/`, its limit in seconds, and its call, 1 or 2; 0: both, 3: rehearsals alone, 4: on request."""
 
     name: str
     seconds: float
@@ -58,6 +58,7 @@ PARTS = (
     Part("exact", 105, 1),  # float64 texts against transformers', audits below
     Part("products", 60, 1),  # GB/s of each product at the shapes of Llama 3 8B
     Part("llama", 100, 1),  # passes and rounds of Llama 3 8B with random weights
+    Part("tuning", 150, 4),  # sizes of the Triton kernels' blocks
     Part("triton_kernels", 60, 2),  # the Triton kernels: values, bits, products, passes
     Part("rounds", 70, 2),  # rounds on the device beside rounds on the host
     Part("widened", 130, 2),  # texts with real acceptance at 1B and 7B
@@ -153,7 +154,7 @@ def drive(parts: Sequence[Part], given: argparse.Namespace) -> int:
                 append(lines, part="wheels", what="part", ended="failed", failure=str(error))
                 print(f"wheels: {error}", flush=True)
                 failed += 1
-        env = environment(site, Path(folder) / "caches")
+        env = environment(site, given.caches or Path(folder) / "caches")
         for part in parts:
             left = given.seconds - (time.monotonic() - begun)
             if left < LEAST:
@@ -163,7 +164,7 @@ def drive(parts: Sequence[Part], given: argparse.Namespace) -> int:
                 continue
             seconds = min(part.seconds * (10 if given.rehearse else 1), left)  # a CPU may be slow, or busy
             own = {name: value for name, value in env.items() if part.name != "attention" or "SDPA" not in name}
-            if part.name == "triton_kernels":
+            if part.name in ("triton_kernels", "tuning"):
                 own |= {"SELFSPEC_TRITON": "1", **({"TRITON_INTERPRET": "1"} if given.rehearse else {})}
             failed += not run_part(part, lines=lines, log=log, env=own, seconds=seconds, options=options)
     print(f"{time.monotonic() - begun:.0f} s in all\n\n{table(read(lines))}", flush=True)
@@ -229,7 +230,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the folder for results.jsonl, log.txt and traces")
     parser.add_argument("--wheels", type=Path, help="the folder that pack.py made; left out, what is installed is used")
     parser.add_argument("--call", type=int, choices=(1, 2), help="only the parts of the first or the second call")
-    parser.add_argument("--parts", type=lambda text: text.split(","), help="only these parts, in this order")
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), help="only these parts, in this order; NAME:SECONDS sets a limit"
+    )
+    parser.add_argument("--caches", type=Path, help="a folder for compiled kernels, which several runs may share")
     parser.add_argument("--seconds", type=float, default=560, help="for all parts together (560)")
     parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU at toy size")
     parser.add_argument("--table", type=Path, metavar="LINES", help="print the tables of a results file, and end")
@@ -240,11 +244,12 @@ def main() -> int:
     if given.out is None:
         parser.error("--out: missing; expected a folder for the results")
     known = {part.name: part for part in PARTS}
-    if unknown := [name for name in given.parts or () if name not in known]:
+    asked = [(name, limit) for name, _, limit in (text.partition(":") for text in given.parts or ())]
+    if unknown := [name for name, _ in asked if name not in known]:
         parser.error(f"--parts: {', '.join(unknown)}; expected some of {', '.join(known)}")
-    parts = [known[name] for name in given.parts] if given.parts else list(PARTS)
+    parts = [replace(known[name], seconds=float(limit or known[name].seconds)) for name, limit in asked] or list(PARTS)
     calls = {0, *([given.call] if given.call else [1, 2]), *([3] if given.rehearse else [])}
-    return 1 if drive([part for part in parts if part.call in calls], given) else 0
+    return 1 if drive([part for part in parts if given.parts or part.call in calls], given) else 0
 
 
 if __name__ == "__main__":
