@@ -14,7 +14,7 @@ from torch import Tensor
 
 from selfspec.models.triton_kernels.launching import BLOCK_ROWS, compute_dtype, power_of_two
 
-CHUNK, CHUNKS = 256, 32  # slots of a chunk, which doubles beyond this number of chunks
+CHUNK, CHUNKS = 64, 64  # slots of a chunk, which doubles beyond this number of chunks
 BLOCK_SLOTS = 64  # slots of a step
 WARPS, STAGES = 4, 2
 

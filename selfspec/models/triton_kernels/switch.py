@@ -1,25 +1,48 @@
-"""Whether Triton kernels are used: only if `ENV_VAR` is on and triton is installed."""
+"""Whether Triton kernels are used."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from functools import cache
 
 import torch
 
-from selfspec.basics.errors import switched
+from selfspec.basics.errors import reason, switched
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ENV_VAR = "SELFSPEC_TRITON"  # environment variable: 1 enables the kernels
+ENV_VAR = "SELFSPEC_TRITON"  # environment variable: 0 disables the kernels
 ROWS = 64  # most rows of a pass that the kernels take; larger passes use torch's products and attention
+
+_log = logging.getLogger("selfspec")
 
 
 def triton_enabled(device: torch.device) -> bool:
-    """Return whether passes on `device` use Triton kernels.
+    """Return whether passes on `device` use Triton kernels: on an NVIDIA GPU by default, unless `ENV_VAR` is off.
 
-    They need a CUDA device, or a CPU under Triton's interpreter (`TRITON_INTERPRET=1`, for tests).
+    Compute capability 8.0 is needed, and a C compiler, with which Triton builds what launches a kernel: where none can
+    be compiled, a warning is logged once. A CPU has them under Triton's interpreter, for tests, if `ENV_VAR` is on.
     """
-    if not switched(ENV_VAR):
+    on = switched(ENV_VAR)
+    if on is False or importlib.util.find_spec("triton") is None:
         return False
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return (device.type == "cuda" or interpreted) and importlib.util.find_spec("triton") is not None
+    if device.type == "cpu":
+        return bool(on) and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and _compiles(device)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Return whether a kernel can be compiled for, and runs on, `device`."""
+    from selfspec.models.triton_kernels.elementwise import rms_norm
+
+    ones = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
+    try:
+        rms_norm(ones, ones[0], 0.0, torch.empty_like(ones))
+    except Exception as error:  # whatever compilers and drivers raise
+        _log.warning("Triton kernels cannot be compiled here, torch's are used: %s", reason(error))
+        return False
+    return True

@@ -35,6 +35,7 @@ from selfspec.models.kernels import (
     int8_weight_only,
     kernel_for,
     kernel_times,
+    kernels_on,
     seconds_of,
 )
 from selfspec.models.linears import Group
@@ -312,13 +313,14 @@ def test_products_on_cuda(bits, dtype, out, into):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_choice_on_cuda(bits, fresh_cache):
     weight = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-    times = kernel_times(weight, bits)
-    assert {*times} <= {*ON_CUDA[bits]}
-    if "float8" in times:
-        times["float8"] *= COARSER
+    times, kernels = kernel_times(weight, bits), kernels_on(weight.device, bits)
+    assert {*times} <= {*kernels}
+    for name in ("float8", "triton float8"):
+        if name in times:
+            times[name] *= COARSER
     best = sorted(times, key=times.__getitem__)
     near = [name for name in best if times[name] < 1.2 * times[best[0]]]  # timed anew, the order of others stays
-    assert kernel_for(weight, bits) in ([ON_CUDA[bits][name] for name in near] or [fake])
+    assert kernel_for(weight, bits) in ([kernels[name] for name in near] or [fake])
 
 
 def test_a_wheel_holds_every_source_that_is_compiled():

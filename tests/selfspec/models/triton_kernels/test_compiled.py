@@ -12,7 +12,7 @@ pytestmark = [needs("triton", "Triton"), pytest.mark.long("kernels compiled for 
 
 SHARED = 99 * 1024  # bytes of a program's shared memory that every GPU from compute capability 8.0 on has
 WEIGHTS = {"dense": ("bf16", 0, 0, 128), "int8": ("i8", 1, 0, 256), "float8": ("fp8e4nv", 1, 0, 256)}
-WEIGHTS |= {f"int4, {group}": ("u8", 2, group, 512) for group in (64, 32)}
+WEIGHTS |= {f"int4, {group}": ("i32", 2, group, 32) for group in (64, 32)}
 STRIDES = ("x_stride", "out_stride", "qkv_stride", "key_row", "key_head", "key_slot", "value_row", "value_head",
            "value_slot")  # fmt: skip
 capabilities = pytest.mark.parametrize("capability", [80, 90])
@@ -44,18 +44,33 @@ def compiled(kernel: Any, capability: int, pointers: dict[str, str], constants: 
 def test_products(capability, name, epilogue):
     import triton.language as tl
 
-    from selfspec.models.triton_kernels.products import BLOCK_OUT, STAGES, WARPS, product_kernel
+    from selfspec.models.triton_kernels.products import BLOCK_OUT, WARPS, product_kernel, stages_of
 
     kind, number, group, step = WEIGHTS[name]
-    pointers = {"x": "bf16", "w": kind, "scale": "bf16", "zero": "bf16", "bias": "bf16", "out": "bf16"}
+    stages = stages_of(number, epilogue)
+    pointers = {"x": "bf16", "w": kind, "scales": "i32" if number == 2 else "bf16", "bias": "bf16", "out": "bf16"}
     constants = {"OUT": 4096, "IN": 4096, "GROUP": group, "KIND": number, "EPILOGUE": epilogue, "BIASED": True}
-    constants |= {"COMPUTE": tl.bfloat16, "BLOCK_M": 16, "BLOCK_N": BLOCK_OUT, "BLOCK_K": step}
-    made = compiled(
-        product_kernel, capability, pointers, constants, num_warps=WARPS, num_stages=STAGES - (epilogue == 2)
-    )
+    constants |= {"COMPUTE": tl.bfloat16, "BLOCK_M": 16, "BLOCK_N": BLOCK_OUT, "BLOCK_K": step, "DEPTH": stages}
+    constants |= {"FUSED": True}
+    made = compiled(product_kernel, capability, pointers, constants, num_warps=WARPS, num_stages=stages)
     assert made.asm["ptx"].count("mma.sync") >= 8  # the same instruction for any number of rows
     assert "wgmma" not in made.asm["ptx"]
     assert "cp.async" in made.asm["ptx"]  # weights are on their way while others are multiplied
+
+
+@capabilities
+@pytest.mark.parametrize("group", [64, 32])
+@pytest.mark.parametrize("epilogue", [0, 1, 2])
+def test_products_of_one_row(capability, group, epilogue):
+    from selfspec.models.triton_kernels.products import BLOCK_OUT_OF_ROW, row_kernel
+
+    pointers = {"x": "bf16", "w": "i32", "scales": "i32", "bias": "bf16", "out": "bf16"}
+    constants = {"OUT": 4096, "IN": 4096, "GROUP": group, "EPILOGUE": epilogue, "BIASED": True, "FUSED": True}
+    constants |= {"BLOCK_N": BLOCK_OUT_OF_ROW, "BLOCK_W": 512}
+    made = compiled(row_kernel, capability, pointers, constants, num_warps=4)
+    assert made.asm["ptx"].count("lop3.b32") == 4 * 8 * BLOCK_OUT_OF_ROW  # one for each of a thread's values
+    assert "mma.sync" not in made.asm["ptx"]
+    assert "v4.b32" in made.asm["ptx"]  # four words of a thread at once
 
 
 @capabilities

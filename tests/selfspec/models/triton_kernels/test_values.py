@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from wants import needs
 
 from selfspec.models.kernels import kernels_on
+from selfspec.models.triton_kernels import switch
 from selfspec.models.triton_kernels.switch import triton_enabled
 
 HELPERS = Path(__file__).parents[3] / "helpers"
@@ -57,25 +59,57 @@ def test_kernels_and_passes_over_shapes_and_dtypes(case):
     assert failures(case) == {case: None}
 
 
-@pytest.mark.parametrize(("value", "on"), [("1", True), (" On ", True), ("", False), ("0", False)])
-def test_they_are_off_unless_asked_for_and_on_cuda_alone(monkeypatch, value, on):
-    monkeypatch.setenv("SELFSPEC_TRITON", value)
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU for which kernels compile, as far as the switch asks."""
+    switch._compiles.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert triton_enabled(torch.device("cuda", 0)) == on
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(switch, "_compiles", lambda device: True)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("value", "on"), [("1", True), (" On ", True), ("", True), ("0", False), (" off", False)])
+def test_they_are_on_unless_switched_off_and_on_nvidias_gpus_alone(monkeypatch, gpu, value, on):
+    monkeypatch.setenv("SELFSPEC_TRITON", value)
+    assert triton_enabled(gpu) == on
     assert not triton_enabled(torch.device("cpu"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not triton_enabled(torch.device("cuda", 0))
-    monkeypatch.delenv("SELFSPEC_TRITON")
-    assert not triton_enabled(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not triton_enabled(gpu)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "instead"),
+    [
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "get_device_capability", lambda device: (7, 5)),
+        (importlib.util, "find_spec", lambda name: None),
+        (switch, "_compiles", lambda device: False),
+    ],
+)
+def test_they_need_a_gpu_that_is_new_enough_triton_and_a_compiler(monkeypatch, gpu, target, name, instead):
+    assert triton_enabled(gpu)
+    monkeypatch.setattr(target, name, instead)
+    assert not triton_enabled(gpu)
 
 
 @needs_triton
-def test_they_are_among_the_kernels_to_choose_from_where_they_are_on(monkeypatch):
-    device = torch.device("cuda", 0)
+def test_where_they_cannot_be_compiled_torch_is_used_with_one_warning(caplog):
+    switch._compiles.cache_clear()
+    for _ in range(2):  # Triton finds no driver for a CPU
+        assert not switch._compiles(torch.device("cpu"))
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "Triton kernels cannot be compiled here, torch's are used"
+    ]
+
+
+@needs_triton
+def test_they_are_among_the_kernels_to_choose_from_where_they_are_on(monkeypatch, gpu):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert not any("triton" in name for bits in (8, 4) for name in kernels_on(device, bits))
-    monkeypatch.setenv("SELFSPEC_TRITON", "1")
-    assert "triton" in kernels_on(device, 4)
-    assert {"triton", "float8", "fake"} == {*kernels_on(device, 8)}  # float8 in registers wants 8.9
+    assert "triton" in kernels_on(gpu, 4)
+    assert {"triton", "float8", "fake"} == {*kernels_on(gpu, 8)}  # float8 in registers wants 8.9
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "triton float8" in kernels_on(device, 8)
+    assert "triton float8" in kernels_on(gpu, 8)
+    monkeypatch.setenv("SELFSPEC_TRITON", "0")
+    assert not any("triton" in name for bits in (8, 4) for name in kernels_on(gpu, bits))
