@@ -81,9 +81,10 @@ MEMORY = 0.5  # weight that earlier drafts keep with each further one
 
 
 class DraftLengths:
-    """The choice of the number of tokens to draft: as many as the controller let recent drafts of a sequence have.
+    """The choice of the number of tokens to draft: about as many as the controller let recent drafts have.
 
-    Drafting more costs draft steps for tokens that the controller masks; drafting less loses tokens.
+    Drafting more costs draft steps for tokens that the controller masks; drafting less loses tokens. For draft steps of
+    a third to a half of a verification, the nearest length brings the most tokens a second.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,11 @@ class DraftLengths:
         self._mean = MEMORY * self._mean + (1 - MEMORY) * wanted
 
     def choose(self, rule: StoppingRule, lengths: Sequence[int], most: int) -> int:
-        """Return the least of the rising `lengths` that is enough; 0 if all are above `most`, which none may exceed."""
+        """Return the one of the rising `lengths` that is nearest; 0 if all are above `most`, which none may exceed.
+
+        Tokens that `rule` drafts whatever their confidences are fit in it, if they do in any.
+        """
         allowed = [length for length in lengths if length <= most]
-        enough = min(max(self._mean, rule.certain), rule.most)
-        return next((length for length in allowed if length >= enough), allowed[-1] if allowed else 0)
+        enough = [length for length in allowed if length >= min(rule.certain, rule.most)] or allowed[-1:]
+        wanted = min(self._mean, rule.most)
+        return min(enough, key=lambda length: abs(length - wanted), default=0)

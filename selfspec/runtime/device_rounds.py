@@ -40,7 +40,7 @@ from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.controller import StoppingRule
 from selfspec.types.draft_work import passes_of
 
-ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 1 runs rounds on the device
+ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 0 runs rounds on the host
 LENGTHS = (1, 2, 4, 6, 8, 12)  # draft lengths of captured rounds, besides 0: plain decode steps
 _ENDS = 16  # most end-of-sequence tokens
 _log = logging.getLogger("selfspec")
@@ -518,5 +518,11 @@ def _numbers(rule: StoppingRule) -> list[float]:
 
 
 def device_rounds(graphs: Graphs | None, full: CompiledPath) -> DeviceRounds | None:
-    """Return the captured rounds of a cache whose passes are captured; None if they are not, or `ENV_VAR` is not on."""
-    return DeviceRounds(graphs, full) if graphs is not None and switched(ENV_VAR) else None
+    """Return the captured rounds of a cache whose passes are captured; None if they are not, or `ENV_VAR` is off.
+
+    Other devices than GPUs, on which tests replay what was recorded, have them only if `ENV_VAR` is on.
+    """
+    if graphs is None:
+        return None
+    on = switched(ENV_VAR)
+    return DeviceRounds(graphs, full) if (graphs.device.type == "cuda" if on is None else on) else None

@@ -10,7 +10,7 @@ VOCABULARY = 11
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch) -> None:
-    """Rounds on the device, which are off by default."""
+    """Rounds on the device, which a CPU has only if asked for."""
     monkeypatch.setenv("SELFSPEC_DEVICE_ROUND", "1")
 
 

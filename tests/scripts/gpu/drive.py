@@ -48,7 +48,7 @@ class Part:
 
 
 PARTS = (
-    Part("start", 100, 0),  # the first imports and the first use of the device, whose libraries are read from disk
+    Part("start", 60, 0),  # the first imports and the first use of the device, whose libraries are read from disk
     Part("fake", 60, 3),  # passes on a pretended CUDA device, which torch's CUDA builds have without a GPU
     Part("machine", 25, 1),  # imports, copy bandwidth, launches
     Part("attention", 30, 1),  # backends of scaled_dot_product_attention
@@ -59,12 +59,13 @@ PARTS = (
     Part("products", 60, 1),  # GB/s of each product at the shapes of Llama 3 8B
     Part("llama", 100, 1),  # passes and rounds of Llama 3 8B with random weights
     Part("tuning", 150, 4),  # sizes of the Triton kernels' blocks
+    Part("llama_rounds", 55, 2),  # passes and rounds on the device of Llama 3 8B with random weights
     Part("triton_kernels", 60, 2),  # the Triton kernels: values, bits, products, passes
     Part("rounds", 70, 2),  # rounds on the device beside rounds on the host
-    Part("widened", 130, 2),  # texts with real acceptance at 1B and 7B
-    Part("batches", 75, 2),  # 1, 8 and 32 sequences together
+    Part("widened", 110, 2),  # texts with real acceptance at 1B and 7B
+    Part("batches", 65, 2),  # 1, 8 and 32 sequences together
     Part("traces", 50, 2),  # a profiler's trace of a few rounds
-    Part("search", 75, 2),  # a search as the command does it
+    Part("search", 70, 2),  # a search as the command does it
 )
 
 

@@ -24,7 +24,7 @@ def test_drafts_that_end_early_shorten_the_next_ones():
     for drafted, computed in ((1, 4), (1, 4), (1, 2), (2, 2), (2, 2), (4, 4), (6, 6), (12, 12), (0, 0)):
         lengths.observe(drafted, computed)
         chosen.append(lengths.choose(rule, LENGTHS, 64))
-    assert chosen == [4, 4, 2, 2, 4, 4, 6, 12, 12, 12]
+    assert chosen == [4, 2, 2, 2, 2, 4, 6, 8, 12, 12]
 
 
 def test_no_draft_exceeds_what_is_allowed():

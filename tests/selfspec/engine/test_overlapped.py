@@ -271,7 +271,7 @@ def test_a_capture_keeps_what_it_computes_in(model, monkeypatch):
     assert not any(scratch() is not None for scratch in made)
 
 
-def test_off_by_default(model, monkeypatch):
+def test_off_by_default_on_a_cpu(model, monkeypatch):
     monkeypatch.delenv("SELFSPEC_DEVICE_ROUND")
     runtime = device(model)
     run(runtime, LayerSkipDrafter(runtime, PATH, FixedK(4)), PROMPT, 20)

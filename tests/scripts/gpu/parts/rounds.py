@@ -30,6 +30,7 @@ from selfspec.speculation.sequence import SequenceState
 
 part = Part("rounds")
 as_on_cuda(part)
+os.environ[ENV_VAR] = "0"
 llm = load_widened(part, 18)
 prompt = llm.encode(builtin.prompts("heldout")[0])
 os.environ[ENV_VAR] = "1"

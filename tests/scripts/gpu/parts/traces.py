@@ -28,6 +28,7 @@ device = part.device
 as_on_cuda(part)
 ROUNDS = 2 if part.toy else 5
 activities = [ProfilerActivity.CPU, *([] if part.toy else [ProfilerActivity.CUDA])]
+os.environ[ENV_VAR] = "0"
 llm = load_widened(part, 18)
 prompt = llm.encode(builtin.prompts("heldout")[0])
 of_int8 = paths(llm.runtime.layers)["int8"]
