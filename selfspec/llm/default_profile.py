@@ -1,24 +1,29 @@
-"""The profile that drafts for a model without a search: its own weights in int8, and tokens looked up in the text."""
+"""The profile that drafts for a model without a search: its own weights in few bits, and tokens looked up."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
+
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import available_memory
+from selfspec.llm.batch_memory import free_bytes
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import base_model, is_lean, parts_of
 from selfspec.models.layout import weight_bytes
-from selfspec.models.low_precision import bytes_of, is_quantizable
+from selfspec.models.low_precision import Bits, bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
 from selfspec.models.native_library import available
+from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import choose_profile, quantized_profile, shipped_for
 from selfspec.types.identity import Identity
 
 DRAFTED = 9  # tokens of a draft: int8 drafts are hardly ever rejected, and 10 rows are verified at little more than one
+DRAFTED_ON_GPU = 4  # an int4 step takes half of a plain one there, an int8 step three quarters
 _SPARE = 0.5  # largest share of the available memory that draft weights may take
 
 
@@ -43,12 +48,13 @@ def resolve_profile(
 
 
 def default_profile(model: Any, identity: Identity, *, extra_memory: float | None = None) -> Profile | None:
-    """Return the profile to draft with if there is none for a model's weights; None off the CPU: plain decoding.
+    """Return the profile to draft with if there is none for a model's weights; None: plain decoding.
 
     It drafts with all linears and the head in int8, and with tokens looked up in the text; the guard bounds what that
-    may lose. `extra_memory`: the largest memory of the int8 weights, as a share of the model's bytes; by default half
-    of the available memory. Where the weights take more, or cannot be quantised, tokens are only looked up. Raises
-    `SelfspecError` for an `extra_memory` that is negative or not finite.
+    may lose. On a GPU with Triton kernels, the linears are in int4. `extra_memory`: the largest memory of these
+    weights, as a share of the model's bytes; by default half of the available memory. Where they take more, or cannot
+    be quantised, tokens are only looked up; on a GPU nothing is drafted then. Raises `SelfspecError` for an
+    `extra_memory` that is negative or not finite.
     """
     if extra_memory is not None and not 0 <= extra_memory < math.inf:
         raise SelfspecError(
@@ -56,25 +62,41 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
         )
     model = base_model(model)
     head = model.get_output_embeddings()
-    if head is None or device_of(head).type != "cpu":
+    if head is None:
         return None
-    needed = _int8_bytes(model)
-    most = available_memory() * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
+    gpu = _has_triton(model, device_of(head))
+    if not gpu and device_of(head).type != "cpu":
+        return None
+    bits: Bits = 4 if gpu else 8
+    free = free_bytes(device_of(head)) if gpu else available_memory()
+    needed = _draft_bytes(model, bits)
+    most = free * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
     if needed is None or needed > most:
-        return Profile(model=identity, draft=LookupSpec())
+        return None if gpu else Profile(model=identity, draft=LookupSpec())
+    if gpu:
+        return quantized_profile(identity, "int4", head="int8", drafted=DRAFTED_ON_GPU)
     return quantized_profile(identity, "int8", head="int8", drafted=DRAFTED)
 
 
-def _int8_bytes(model: Any) -> int | None:
-    """Return the bytes of a model's linears in int8; None if there are other modules than linears, or no kernel."""
-    if not available():
-        return None
+def _has_triton(model: Any, device: torch.device) -> bool:
+    """Return whether passes of `model` use Triton kernels on `device`."""
+    if device.type == "cpu" or not is_lean(model) or not triton_enabled(device):
+        return False
+    return {parameter.device for parameter in model.parameters()} == {device}
+
+
+def _draft_bytes(model: Any, bits: Bits) -> int | None:
+    """Return the bytes of a model's linears in `bits` bits, with the head in int8; None if they cannot be quantised.
+
+    That is where there are other modules than linears, or no kernel to multiply them.
+    """
     if not is_lean(model):
-        return quantizer_of(model).all_linears_bytes(8)
+        return quantizer_of(model).all_linears_bytes(bits) if available() else None
     parts = parts_of(model)
-    if any(layer.experts is not None for layer in parts.layers):
+    if any(layer.experts is not None for layer in parts.layers) or (bits == 8 and not available()):
         return None
-    modules = [module for group in (*parts.groups(), parts.head) for module in group.modules]
-    if not is_quantizable(modules, 8):
+    layers = [module for group in parts.groups() for module in group.modules]
+    if not is_quantizable(layers, bits) or not is_quantizable(parts.head.modules, 8):
         return None
-    return sum(bytes_of(8, module.out_features, module.in_features) for module in modules)
+    quantized = [*((bits, module) for module in layers), *((8, module) for module in parts.head.modules)]
+    return sum(bytes_of(of, module.out_features, module.in_features) for of, module in quantized)

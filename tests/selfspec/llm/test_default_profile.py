@@ -16,9 +16,10 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.builtin import model_folder
 from selfspec.drafters import PlainDrafter
 from selfspec.llm import default_profile as module
-from selfspec.llm.default_profile import DRAFTED, default_profile, resolve_profile
+from selfspec.llm.default_profile import DRAFTED, DRAFTED_ON_GPU, default_profile, resolve_profile
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.models.layout import weight_bytes
+from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.identity import Identity
 
@@ -58,7 +59,7 @@ def test_a_model_that_runs_by_its_own_forward_drafts_too(tmp_path):
     assert llm.has_default_profile
     assert llm.profile.path.head == "int8"
     assert llm.runtime.compile(llm.profile.path).unquantized == ()
-    assert llm.runtime.extra_bytes(llm.profile.path) == module._int8_bytes(llm.model)
+    assert llm.runtime.extra_bytes(llm.profile.path) == module._draft_bytes(llm.model, 8)
     generated = llm.generate("def main(", max_new_tokens=40)
     assert generated.tokens == llm.generate("def main(", max_new_tokens=40, drafter=PlainDrafter()).tokens
     assert generated.stats.drafted > 0
@@ -77,10 +78,49 @@ def test_without_memory_for_draft_weights_tokens_are_looked_up(folder, monkeypat
 @needs_native
 def test_the_share_is_of_the_models_bytes(folder):
     llm = selfspec.load(folder, dtype="float32", profile="none")
-    needed = module._int8_bytes(llm.model)
+    needed = module._draft_bytes(llm.model, 8)
     share = needed / weight_bytes(llm.model)
     for factor, kind in ((1.001, "layer-skip"), (0.999, "lookup")):
         assert default_profile(llm.model, llm.identity, extra_memory=factor * share).draft.kind == kind
+
+
+WIDE = copy.deepcopy(CONFIGS["llama"])
+WIDE.update({"hidden_size": 64, "intermediate_size": 96})  # widths that groups of int4 weights fit
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A model's device with Triton kernels and 16 MiB of free memory, as far as the default profile asks."""
+    monkeypatch.setattr(module, "_has_triton", lambda model, device: True)
+    monkeypatch.setattr(module, "free_bytes", lambda device: 2**24)
+
+
+def test_a_gpu_drafts_a_few_tokens_in_int4(on_a_gpu):
+    model = tiny(WIDE, dtype=torch.bfloat16)
+    layers = model.config.num_hidden_layers
+    draft = default_profile(model, Identity(layers=layers)).draft
+    path, every = draft.path, list(range(layers))
+    assert (list(path.int4.attention), list(path.int4.mlp), path.head) == (every, every, "int8")
+    assert draft.controller.options == {"k": DRAFTED_ON_GPU}
+    assert [each.kind for each in draft.proposers] == ["lookup"]
+    runtime = open_runtime(model)
+    assert runtime.extra_bytes(path) == module._draft_bytes(model, 4)
+
+
+def test_a_gpu_without_memory_for_draft_weights_decodes_plainly(on_a_gpu, monkeypatch):
+    model = tiny(WIDE, dtype=torch.bfloat16)
+    identity = Identity(layers=model.config.num_hidden_layers)
+    assert default_profile(model, identity, extra_memory=0) is None
+    monkeypatch.setattr(module, "free_bytes", lambda device: 2 * module._draft_bytes(model, 4) - 2)
+    assert default_profile(model, identity) is None
+
+
+def test_a_device_without_triton_kernels_decodes_plainly(monkeypatch):
+    model = tiny(CONFIGS["llama"])
+    monkeypatch.setattr(module, "device_of", lambda head: torch.device("cuda", 0))
+    assert default_profile(model, Identity(layers=model.config.num_hidden_layers)) is None
+    monkeypatch.setattr(module, "triton_enabled", lambda device: True)
+    assert not module._has_triton(model, torch.device("cuda", 0)), "its weights are elsewhere"
 
 
 def test_weights_that_cannot_be_quantised_are_left_alone():
