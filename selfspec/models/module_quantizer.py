@@ -189,14 +189,22 @@ class ModuleQuantizer(WeightQuantizer):
 
         The products read the linears' own weights, and need no additional memory.
         """
-        parts = (*self.structure.attention, *self.structure.mlp, self.head_module)
-        linears = [m for part in parts for m in part.modules() if isinstance(m, nn.Linear) and is_exact(m)]
-        if not suits_native(linears):
+        parents = [p for i in range(len(self.structure.layers)) for part in SUB_LAYERS for p in self._parents(i, part)]
+        children = [self.head_module, *(child for parent in parents for child in parent.children())]
+        linears = {m: linear for m in children if (linear := _full_linear(m)) is not None}
+        if not suits_native(list(linears.values())):
             return {}
         return {
-            m: on_any_shape(NativeProduct(m.weight.detach(), None if m.bias is None else m.bias.detach()))
-            for m in linears
+            m: on_any_shape(NativeProduct(one.weight.detach(), None if one.bias is None else one.bias.detach()))
+            for m, one in linears.items()
         }
+
+    def _parents(self, index: int, part: SubLayer) -> Iterable[nn.Module]:
+        """Return the modules whose children may be linears of a sub-layer."""
+        module = (self.structure.attention if part == "attention" else self.structure.mlp)[index]
+        if part == "mlp" and isinstance(module, Absent):  # OPT, for one: an MLP's linears are the layer's own children
+            return [self.structure.layers[index]]
+        return module.modules()
 
     def all_linears_bytes(self, bits: Bits) -> int | None:
         """Return the bytes of all sub-layers and the head in `bits`; None if one cannot be quantised or has experts."""
@@ -212,10 +220,7 @@ class ModuleQuantizer(WeightQuantizer):
     def _quantizable(self, index: int, part: SubLayer, bits: Bits) -> _Quantizable | None:
         """Return the modules of a sub-layer to quantise; None if they hold the smaller part of its weights."""
         module = (self.structure.attention if part == "attention" else self.structure.mlp)[index]
-        parents: Iterable[nn.Module] = module.modules()
-        if part == "mlp" and isinstance(module, Absent):  # OPT, for one: an MLP's linears are the layer's own children
-            parents = [self.structure.layers[index]]
-        groups = [group for parent in parents for group in self._groups_of(parent, bits)]
+        groups = [group for parent in self._parents(index, part) for group in self._groups_of(parent, bits)]
         experts = [parts for parts in map(_expert_parts, module.modules()) if parts and bytes_of_experts(parts, bits)]
         linears = [linear for group in groups for linear in group.modules]
         fits = sum(linear.in_features * linear.out_features for linear in linears)
@@ -263,6 +268,13 @@ def _linear_of(module: nn.Module) -> Any:
     linear = nn.Linear(inputs, outputs, device="meta")
     linear.weight, linear.bias = nn.Parameter(weight.detach(), requires_grad=False), module.bias
     return linear
+
+
+def _full_linear(module: nn.Module) -> Any:
+    """Return the linear, stored by rows, that a module is or computes, for products in full precision; None if none."""
+    if is_exact(module):
+        return module
+    return _linear_of(module) if isinstance(module, nn.Linear) and type(module) is not nn.Linear else None
 
 
 def _computes_linear(module: Any, weight: Tensor) -> bool:

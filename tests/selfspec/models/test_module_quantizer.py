@@ -10,7 +10,7 @@ from model_types import tiny_model
 from models import CONFIGS, tiny
 from torch import nn
 
-from selfspec.models import layout
+from selfspec.models import layout, module_quantizer
 from selfspec.models.layout import measure_as_stored
 from selfspec.models.linears import is_exact
 from selfspec.models.low_precision import bytes_of, fake, quantize
@@ -150,6 +150,22 @@ def test_full_products_are_native_where_that_was_faster(monkeypatch):
         rows = x.repeat(1, 1, linear.in_features // 32 + 1)[..., : linear.in_features]
         torch.testing.assert_close(forwards[linear](rows), linear(rows))
     assert quantizer_of(tiny(CONFIGS["llama"], dtype=torch.float64)).full() == {}
+
+
+@needs_native
+@pytest.mark.parametrize("model_type", ["opt", "falcon"])
+def test_linears_of_other_kinds_have_full_products_too(model_type, monkeypatch):
+    """A subclass with a forward of its own, and children of the layer; a subclass that computes something else not."""
+    monkeypatch.setattr(module_quantizer, "suits_native", lambda linears: True)
+    model = tiny_model(model_type).float()
+    layer = model.get_submodule("transformer.h.0" if model_type == "falcon" else "model.decoder.layers.0")
+    layer.more = Doubled(8, 8)
+    forwards = quantizer_of(model).full()
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and not isinstance(m, Doubled)]
+    assert set(forwards) == set(linears)
+    for linear in linears:
+        x = torch.randn(2, 3, linear.in_features)
+        torch.testing.assert_close(forwards[linear](x), linear(x))
 
 
 @needs_native
