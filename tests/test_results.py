@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "docs" / "results").glob("*.json"))
+FILES = sorted((ROOT / "docs" / "results").glob("*.json"), key=lambda file: file.stem)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
     file = next(file for file in FILES if file.stem.startswith("questions."))
     found = json.loads(file.read_text(encoding="utf-8"))
     methods = found["results"]["float32"]["0"]
-    methods["selfspec"]["ratio_of_means"] += 1
+    methods[max(methods)]["ratio_of_means"] += 1
     (tmp_path / file.name).write_text(json.dumps(found), encoding="utf-8")
     page = f"<!-- results: {file.stem} -->\n{tables.rendered(file.stem)}<!-- end -->"
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
