@@ -41,7 +41,7 @@ def run(model: str | None, *, as_json: bool) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, processor, kernels, caches (with their bytes) and devices (with their bytes of memory)."""
+    """Return versions, processor, kernels, caches and devices (with memory in bytes, GPUs' kernels)."""
     import torch
 
     from selfspec.models.native_library import compiler, instruction_set, library
@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
     except SelfspecError as error:
         kernels, problem = "torch", str(error)
     cpu = {"device": "cpu", "name": machine(torch.device("cpu")), "available_bytes": _finite(available_memory())}
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return {
         "selfspec": __version__,
         "python": platform.python_version(),
@@ -70,12 +70,20 @@ def environment() -> dict[str, Any]:
         "caches": [{"folder": str(folder), "bytes": bytes_in(folder)} for folder in _caches()],
         "devices": [
             cpu,
-            *(
-                {"device": f"cuda:{index}", "name": gpu.name, "total_bytes": gpu.total_memory}
-                for index, gpu in enumerate(gpus)
-            ),
+            *map(_gpu, gpus),
         ],
     }
+
+
+def _gpu(device: Any) -> dict[str, Any]:
+    """Return a CUDA device's name, bytes of memory, and kernels."""
+    import torch
+
+    from selfspec.models.triton_kernels.switch import triton_enabled
+
+    of = torch.cuda.get_device_properties(device)
+    kernels = f"Triton {_version('triton')}" if triton_enabled(device) else "torch"
+    return {"device": str(device), "name": of.name, "total_bytes": of.total_memory, "kernels": kernels}
 
 
 def model_memory(name: str) -> dict[str, Any]:
@@ -164,7 +172,8 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     for device in found["devices"]:
         memory = device.get("total_bytes") or device.get("available_bytes")
         what = "" if memory is None else f", {size(memory)}{' available' * ('available_bytes' in device)}"
-        rows.append((device["device"], f"{device['name']}{what}"))
+        kernels = f", kernels by {device['kernels']}" if "kernels" in device else ""
+        rows.append((device["device"], f"{device['name']}{what}{kernels}"))
     if (model := found.get("model")) is not None:
         weights = ", ".join(f"{size(bytes_)} in {kind}" for kind, bytes_ in model["weight_bytes"].items())
         rows.append(("model", f"{model['name']}: {model['model_type']}, {model['parameters']:,} parameters"))

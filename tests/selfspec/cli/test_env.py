@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from models import CONFIGS, tiny
 from selfspec import __version__
 from selfspec.cli.env import bytes_in, model_memory
 from selfspec.models import native_library
+from selfspec.models.triton_kernels import switch
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,19 @@ def test_a_report(cli, monkeypatch):
     assert code == 0
     assert "native kernels are turned off by SELFSPEC_NATIVE=0" in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("on", "kernels"), [(True, "kernels by Triton"), (False, "kernels by torch")])
+def test_a_gpu_and_its_kernels(cli, monkeypatch, on, kernels):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=141 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(switch, "triton_enabled", lambda device: on)
+    code, out, _ = cli("env")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if "NVIDIA H200, 141 GB" in line and kernels in line] == [
+        "cuda:0"
+    ]
 
 
 def test_the_memory_of_a_model(cli):
