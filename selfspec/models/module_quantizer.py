@@ -185,26 +185,18 @@ class ModuleQuantizer(WeightQuantizer):
         return {self.head_module: on_any_shape(Moved(product, device_of(self.head_module)))}
 
     def full(self) -> Forwards:
-        """Return forwards of all linears in full precision by native products; empty if torch's are as fast.
+        """Return forwards of all layers' linears in full precision by native products; empty if torch's are as fast.
 
         The products read the linears' own weights, and need no additional memory.
         """
-        parents = [p for i in range(len(self.structure.layers)) for part in SUB_LAYERS for p in self._parents(i, part)]
-        children = [self.head_module, *(child for parent in parents for child in parent.children())]
-        linears = {m: linear for m in children if (linear := _full_linear(m)) is not None}
+        modules = [self.head_module, *(module for layer in self.structure.layers for module in layer.modules())]
+        linears = {m: linear for m in modules if (linear := _full_linear(m)) is not None}
         if not suits_native(list(linears.values())):
             return {}
         return {
             m: on_any_shape(NativeProduct(one.weight.detach(), None if one.bias is None else one.bias.detach()))
             for m, one in linears.items()
         }
-
-    def _parents(self, index: int, part: SubLayer) -> Iterable[nn.Module]:
-        """Return the modules whose children may be linears of a sub-layer."""
-        module = (self.structure.attention if part == "attention" else self.structure.mlp)[index]
-        if part == "mlp" and isinstance(module, Absent):  # OPT, for one: an MLP's linears are the layer's own children
-            return [self.structure.layers[index]]
-        return module.modules()
 
     def all_linears_bytes(self, bits: Bits) -> int | None:
         """Return the bytes of all sub-layers and the head in `bits`; None if one cannot be quantised or has experts."""
@@ -220,7 +212,10 @@ class ModuleQuantizer(WeightQuantizer):
     def _quantizable(self, index: int, part: SubLayer, bits: Bits) -> _Quantizable | None:
         """Return the modules of a sub-layer to quantise; None if they hold the smaller part of its weights."""
         module = (self.structure.attention if part == "attention" else self.structure.mlp)[index]
-        groups = [group for parent in self._parents(index, part) for group in self._groups_of(parent, bits)]
+        parents: Iterable[nn.Module] = module.modules()
+        if part == "mlp" and isinstance(module, Absent):  # OPT, for one: an MLP's linears are the layer's own children
+            parents = [self.structure.layers[index]]
+        groups = [group for parent in parents for group in self._groups_of(parent, bits)]
         experts = [parts for parts in map(_expert_parts, module.modules()) if parts and bytes_of_experts(parts, bits)]
         linears = [linear for group in groups for linear in group.modules]
         fits = sum(linear.in_features * linear.out_features for linear in linears)

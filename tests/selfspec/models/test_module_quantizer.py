@@ -153,13 +153,19 @@ def test_full_products_are_native_where_that_was_faster(monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize("model_type", ["opt", "falcon"])
-def test_linears_of_other_kinds_have_full_products_too(model_type, monkeypatch):
-    """A subclass with a forward of its own, and children of the layer; a subclass that computes something else not."""
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [
+        ("opt", "model.decoder.layers.0"),  # children of the layer
+        ("falcon", "transformer.h.0"),  # a subclass with a forward of its own
+        ("falcon_h1", "model.layers.0"),  # a mixer beside attention and MLP
+    ],
+)
+def test_linears_of_other_kinds_have_full_products_too(model_type, layer, monkeypatch):
+    """A subclass that computes something else has none."""
     monkeypatch.setattr(module_quantizer, "suits_native", lambda linears: True)
     model = tiny_model(model_type).float()
-    layer = model.get_submodule("transformer.h.0" if model_type == "falcon" else "model.decoder.layers.0")
-    layer.more = Doubled(8, 8)
+    model.get_submodule(layer).more = Doubled(8, 8)
     forwards = quantizer_of(model).full()
     linears = [m for m in model.modules() if isinstance(m, nn.Linear) and not isinstance(m, Doubled)]
     assert set(forwards) == set(linears)
