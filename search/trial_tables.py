@@ -169,7 +169,7 @@ def sensitivity_frame(ledger: Ledger) -> pd.DataFrame:
     if gains is None or costs is None:
         raise SelfspecError(
             f"{ledger.description}: holds no gains of single sub-layers; "
-            "expected a search with --objective replay and warm starts"
+            "expected a search with --objective replay, warm starts, and time enough (--minutes)"
         )
     space = _space(ledger)
     if len(space) != len(gains):

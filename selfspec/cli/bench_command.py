@@ -93,7 +93,7 @@ def _table(title: str, by_task: Mapping[str, Any]) -> Table:
         table.add_row(
             row["task"],
             str(row["prompts"]),
-            f"{row['mean_tokens_per_second']:.4g}",
+            f"{row['mean_tokens_per_second']:.2f}",
             f"{row['mean_accepted_tokens']:.2f}",
             f"{row['speedup']['plain']:.2f}",
             f"{ratio['median']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}",
@@ -279,14 +279,11 @@ def _report(bench: dict[str, Any], console: Console) -> None:
     threads = "1 thread" if bench["threads"] == 1 else f"{bench['threads']} threads"
     bits = bench["bits_per_weight"]
     bits_text = f"; {BitsRead(**bits).summary}" if bits is not None and bits["draft"] < bits["plain"] else ""
-    skipped = f"{bench['skipped']} of {bench['sub_layers']} sub-layers skipped"
     lines = [
         f"{bench['model']}{wide}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
         f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
         f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
-        f"skip: {skipped} ({bench['source']}){bits_text}"
-        if bench["skipped"]
-        else f"skip: {bench['source']}{bits_text}",
+        f"skip: {bench['source']}{bits_text}",
         f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "
         f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)"
         + (f"; held in {bench['held']}, exactly" if bench["held"] else ""),
@@ -320,7 +317,7 @@ def _tables(result: dict[str, Any]) -> list[Table]:
     for name, m in result["methods"].items():
         speeds.add_row(
             name,
-            f"{m['tokens_per_second']:.4g}",
+            f"{m['tokens_per_second']:.2f}",
             *("1" if base == name else ratio(m["ratio"][base]) for base in bases),
             f"{m['tokens_per_round']:.2f}",
             "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",

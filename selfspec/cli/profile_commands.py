@@ -139,8 +139,8 @@ def _profiles_in(folder: Path) -> dict[str, Profile]:
 
 
 def _table(profiles: Mapping[str, Profile]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("name\n  model", overflow="fold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("name\n model", overflow="fold")
     table.add_column("layers", justify="right")
     table.add_column("skipped", justify="right")
     table.add_column("measured speedup\nsource", overflow="fold")
@@ -149,7 +149,7 @@ def _table(profiles: Mapping[str, Profile]) -> Table:
             measurement_status(profile)
         ]
         table.add_row(
-            Text(printable(name) + "\n  " + printable(profile.model.name or "any of this size")),
+            Text(printable(name) + "\n " + printable(profile.model.name or "any of this size")),
             str(profile.model.layers),
             _skipped(profile),
             Text("\n".join(map(printable, filter(None, [*measured, source(profile)])))),

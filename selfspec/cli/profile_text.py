@@ -202,18 +202,22 @@ def _predicted(p: Prediction, costs: CostModel | None) -> list[str]:
         most = most_paying_sequences(prices, p.acceptance_rate, most=MOST_ROWS)
         more = " or more" if most == MOST_ROWS else ""
         lines.append(
-            f"drafting pays for up to {most}{more} sequences decoded together" if most else "drafting never pays"
+            f"drafting pays for up to {most}{more} sequences decoded together"
+            if most
+            else "drafting is not expected to pay in batches"
         )
     return lines
 
 
 def _measured(m: Measurement) -> list[str]:
     low, high = m.interval
-    where = "held-out prompts" if m.held_out else "prompts of the search"
+    noun = "prompt" if m.prompts == 1 else "prompts"
+    prompts = f"{m.prompts} held-out {noun}" if m.held_out else f"{m.prompts} {noun} of the search"
+    threads = "1 thread" if m.threads == 1 else f"{m.threads} threads"
     return [
         f"{m.speedup:g}x plain decoding ({low:g} to {high:g}), acceptance {m.acceptance_rate:.0%}",
-        f"{m.prompts} {where} x {m.max_new_tokens} tokens, temperature {m.temperature:g}",
-        f"{m.machine}, {m.device}, {m.dtype}, {m.threads} threads",
+        f"{prompts} x {m.max_new_tokens} tokens, temperature {m.temperature:g}",
+        f"{m.machine}, {m.device}, {m.dtype}, {threads}",
     ]
 
 

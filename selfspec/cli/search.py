@@ -41,7 +41,7 @@ def run(command: SearchCommand) -> int:
     if profile is None:
         return 0
     write_profile(profile, command.out)
-    _report(profile, command.out, console)
+    print_found(profile, command.out, console)
     console.print(f"took {_time_taken(budget)}")
     if command.json:
         print_json({"out": str(command.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
@@ -178,7 +178,8 @@ class SearchWatch:
         self._bar.console.print(line, soft_wrap=True, markup=False)
 
 
-def _report(profile: Profile, out: Path, console: Console) -> None:
+def print_found(profile: Profile, out: Path, console: Console) -> None:
+    """Print the profile that a search saved at `out`, what is known of its speed, and how it is used."""
     console.print(skip_map(profile))
     if searched_on := facts(profile).get("calibration"):
         console.print(f"searched on {', '.join(searched_on)}", markup=False, soft_wrap=True)
@@ -205,6 +206,9 @@ def _report(profile: Profile, out: Path, console: Console) -> None:
         )
     if profile.note:
         console.print(profile.note, markup=False)
-    command = f"selfspec generate --profile {shlex.quote(str(out))} 'your prompt'"
+    chat = "--chat " if profile.calibration is not None and profile.calibration.chat else ""
+    command = f"selfspec generate {chat}--profile {shlex.quote(str(out))} 'your prompt'"
     use = f"use it with: {command}" if profile.drafts else "it drafts nothing: decoding is plain"
-    console.print(f"saved {out}; {use}", markup=False, soft_wrap=True)
+    files = ", ".join(part.file for part in profile.parts.values())
+    beside = f" and, beside it, {files}" if files else ""
+    console.print(f"saved {out}{beside}; {use}", markup=False, soft_wrap=True)

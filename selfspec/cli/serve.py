@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ def run(command: ServeCommand) -> int:
     replica_devices, _ = replicas(command), command.limits.rows
     if command.api_key is not None and (not command.api_key.isascii() or not command.api_key.strip()):
         raise SelfspecError("--api-key: the key is blank or not ASCII; expected at least one ASCII character")
+    _check_origins(command.cors_origin or ())
     named = profile_named(command.profile)
     model, profile = model_for(command.model, named), named or command.profile
     check_named_method(command.method)
@@ -113,6 +115,15 @@ def _adapters(specs: Sequence[str]) -> dict[str, str]:
             raise SelfspecError(f"--adapter {text}: expected NAME=FOLDER, each name once")
         folders[name] = folder
     return folders
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    """Raise `SelfspecError` for an origin that no browser sends; they send scheme, host and port, without a path."""
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
+            raise SelfspecError(
+                f"--cors-origin {origin}: expected scheme and host without a path, such as https://app.example, or *"
+            )
 
 
 def _hosts(command: ServeCommand, address: str) -> tuple[str, ...]:

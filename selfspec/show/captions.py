@@ -46,7 +46,7 @@ def acceptance_by_confidence(profile: Profile) -> str:
             f"second candidate is right {curve.candidates[0][0]:.0%} of the time; one pass verifies all candidates."
         )
     return (
-        "How often drafted tokens were accepted, by the draft's probability of the token, on the search's texts: "
+        "How often drafted tokens were accepted, by the draft's confidence in the token, on the search's texts: "
         f"{low}, {high}.{others} The rate-optimal controller decides by these lines whether to draft another token."
     )
 

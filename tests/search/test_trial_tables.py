@@ -87,7 +87,8 @@ def test_sensitivity_by_layers_and_with_a_controller_that_drafts_less():
 
 def test_a_study_without_sensitivities_says_so():
     with pytest.raises(
-        SelfspecError, match="holds no gains of single sub-layers; expected a search with --objective replay"
+        SelfspecError,
+        match="holds no gains of single sub-layers; expected a search with --objective replay, warm starts, and time",
     ):
         sensitivity_frame(Ledger(settings=SETTINGS))
     for change, said in (({"keep": [0]}, "4 gains for 2 parts"), ({"model": {}}, "KeyError")):

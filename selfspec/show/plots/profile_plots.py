@@ -95,10 +95,10 @@ def acceptance_by_confidence(profile: Profile, *, width: float = WIDTH) -> Figur
     with styled():
         figure, (axes,) = subplots(width=width)
         for (label, chances), colour, mark, dash in zip(lines.items(), SERIES, MARKS, DASHES, strict=False):
-            axes.plot(curve.confidence, chances, color=colour, marker=mark, ls=dash, label=label)
+            axes.plot(curve.confidence, chances, color=colour, marker=mark, ls=dash, label=label, clip_on=False)
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.03)
-        axes.set_xlabel("confidence: the draft's probability of the token that it drafts")
+        axes.set_xlabel("the draft's confidence in the drafted token")
         axes.set_ylabel("share of drafted positions")
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8.5)

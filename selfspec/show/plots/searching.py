@@ -120,8 +120,9 @@ def costs(fit: pd.DataFrame, verification: pd.DataFrame) -> Figure:
         low, high = (f(getattr(fit[c], n)() for c in ("predicted", "timed")) for f, n in ((min, "min"), (max, "max")))
         left.plot([0.9 * low, 1.1 * high], [0.9 * low, 1.1 * high], color=GREY, lw=1, ls=(0, (4, 3)))
         left.plot(fit["predicted"], fit["timed"], "o", color=BLUE)
-        left.set(xlabel="by the cost model", ylabel="timed")
-        left.set_title("draft steps of paths left out of the fit, in plain steps")
+        left.set(xlabel="cost by the cost model, in plain steps", ylabel="timed cost, in plain steps")
+        left.set_title("draft steps left out of the fit")
+        right.set_title("verification")
         right.plot(verification["rows"], verification["share"], "o-", color=BLUE)
         reference(right, 1, "one token")
         right.set(xlabel="tokens of a verification pass", ylabel="cost, in passes over one token")
@@ -218,12 +219,16 @@ def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
             drafts = rounds[rounds["drafted"] > 0]
             share = (drafts["accepted"] / drafts["drafted"]).rolling(12, min_periods=1).mean()
             below.plot(drafts.index + 1, share, **how)
-        first = next(iter(runs.values())).reset_index(drop=True)
+        name, first = next((name, rounds.reset_index(drop=True)) for name, rounds in runs.items())
         for start in first.index[first["round"] == 1]:
             for ax in (above, below):
                 ax.axvline(start + 1, color="#DDDDDD", lw=0.8, zorder=0)
-        above.set(ylabel="threshold", title="the threshold, round by round (vertical lines: a new text)", ylim=(0, 1))
-        below.set(ylabel="accepted share", xlabel="round", title="of each draft, mean of 12 drafts", ylim=(0, 1.02))
+        above.set(ylabel="threshold", title=f"threshold, round by round (vertical lines: new texts of {name})")
+        above.set_ylim(0, 1)
+        below.set(
+            ylabel="accepted share", xlabel="round", title="accepted share of a draft, mean of the last 12 drafts"
+        )
+        below.set_ylim(0, 1.02)
         below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         above.legend(ncols=2, fontsize=8.5)
         return figure
@@ -290,7 +295,7 @@ def acceptance(by_place: pd.DataFrame, by_confidence: pd.DataFrame, curve: Accep
         _with_intervals(right, by_confidence, "confidence")
         if curve is not None:
             right.plot(curve.confidence, curve.accepted, color=ORANGE, label="the profile's curve")
-        right.set(xlabel="the draft's probability of its token", xlim=(0, 1), ylim=(0, 1.02))
+        right.set(xlabel="the draft's confidence in its token", xlim=(0, 1), ylim=(0, 1.02))
         right.legend(loc="upper left", fontsize=8.5)
         left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         left.set_title("by position (number of tokens below)")
@@ -321,7 +326,13 @@ def controllers(frame: pd.DataFrame) -> Figure:
             for x_position, speedup in zip(x, own["speedup"], strict=True):
                 above = (0, 7) if number else (0, -15)
                 ax.annotate(
-                    f"{speedup:.2f}", (x_position, speedup), above, textcoords="offset points", ha="center", fontsize=8
+                    f"{speedup:.2f}",
+                    (x_position, speedup),
+                    above,
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    bbox={"fc": "white", "ec": "none", "pad": 0.5},  # legible on the line of plain decoding
                 )
             bound = own["bound"].iloc[0]
             ax.axhline(bound, color=colour, lw=1, ls=":", label=f"perfect stopping, {label}")

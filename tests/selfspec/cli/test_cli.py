@@ -461,7 +461,9 @@ class TestBench:
         out = ran(*self.ARGS, "--methods", "plain,skip", "--temperature", "0", "--widen", 2)
         assert "builtin widened 2 times; " in out
         assert "of plain decoding" in out
-        assert re.search(r"^skip +\d", out, re.MULTILINE)
+        assert re.search(r"^skip +\d+\.\d\d ", out, re.MULTILINE)
+        (drafts,) = re.findall(r"^skip: profile .*", out, re.MULTILINE)
+        assert drafts.count("skipped") == 1, "the draft path is described once"
         assert "hf" not in out
 
     @needs_native
@@ -643,9 +645,10 @@ class TestProfile:
         assert max(map(len, out.splitlines())) <= 80
         assert re.search(
             r"llama-2-70b-swift-cnndm +80 +41 \+ 37 +published, not measured here *\n"
-            r"  meta-llama/Llama-2-70b-hf +arXiv:2410.06916",
+            r" meta-llama/Llama-2-70b-hf +arXiv:2410.06916",
             out,
         )
+        assert "\n meta-llama/Llama-2-13b-chat-hf " in out, "the longest name is on one line"
         own = find_profile_file("stdlib-llama-3.7m")
         for m in own.measured:
             assert f"{m.speedup:g}x, temperature {m.temperature:g}" in out
@@ -681,7 +684,7 @@ class TestProfile:
         (tmp_path / "notes.txt").write_text("notes")
         code, out, err = cli("profile", "list", tmp_path)
         assert code == 0
-        assert re.search(r"p\.yaml +16 +3 \+ 2 +not measured *\n  builtin", out)
+        assert re.search(r"p\.yaml +16 +3 \+ 2 +not measured *\n builtin", out)
         assert err.startswith(f"invalid profile: {tmp_path}/other.yaml: ")
         assert err.count("\n") == 1
 

@@ -103,6 +103,11 @@ WRONG = {
     "queue": (["--queue", "-1"], "--queue"),
     "key": (["--api-key", " "], "--api-key: the key is blank or not ASCII"),
     "key in letters": (["--api-key", "schlüssel"], "--api-key: the key is blank or not ASCII; expected"),
+    "no origin": (
+        ["--cors-origin", "app.example"],
+        "--cors-origin app.example: expected scheme and host without a path",
+    ),
+    "an origin with a path": (["--cors-origin", "https://app.example/"], "expected scheme and host without a path"),
     "devices and device": (["--devices", "cpu,cpu", "--device", "cpu"], "without --device"),
     "devices": (["--devices", "cpu,,cpu"], "--devices cpu,,cpu: expected devices separated by commas"),
     "no such device": (["--devices", "cpu,qpu"], "qpu"),

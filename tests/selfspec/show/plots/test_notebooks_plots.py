@@ -58,6 +58,7 @@ def test_a_threshold_is_drawn_round_by_round():
     above, below = figure.axes
     assert lines(above)["adaptive"].get_ydata().tolist() == [0.6, 0.6, 0.5]
     assert below.get_lines()[0].get_ydata().tolist() == [0.5, 0.75], "a round without a draft has no share"
+    assert above.get_title(loc="left") == "threshold, round by round (vertical lines: new texts of adaptive)"
     assert {"adaptive", "other"} <= texts(figure)
 
 
