@@ -104,26 +104,18 @@ def _distinct(texts: Sequence[Prompt]) -> list[int]:
     return list(first_index.values())
 
 
-def record(
-    source: str,
-    prompts: Iterable[Sequence[int]],
-    *,
-    column: str | None = None,
-    template: str | None = None,
-    chat: bool = False,
-    drawn_from: int | None = None,
-) -> Calibration:
-    """Return the profile's record of the prompts (token ids) that trials were scored on."""
+def record(chosen: PromptSet, prompts: Iterable[Sequence[int]]) -> Calibration:
+    """Return the profile's record of the prompts (token ids) of `chosen` that trials were scored on."""
     digest, count, total = hashlib.sha256(), 0, 0
     for ids in prompts:
         digest.update((" ".join(map(str, ids)) + "\n").encode())
         count, total = count + 1, total + len(ids)
     return Calibration(
-        source=source,
-        column=column,
-        template=template,
-        chat=chat,
-        drawn_from=drawn_from,
+        source=chosen.source,
+        column=chosen.column,
+        template=chosen.template,
+        chat=chosen.chat,
+        drawn_from=chosen.available,
         prompts=count,
         tokens=total,
         sha256=digest.hexdigest(),

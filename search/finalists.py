@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.controllers import Controller, make_controller
+from selfspec.controllers import make_controller
 from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Measurement, Profile, SearchRecord
@@ -23,12 +23,12 @@ from selfspec.types.draft_path import DraftPath
 
 from .bridging import attach_bridges
 from .budget import Deadline
+from .context import SearchContext
 from .continuations import FEWEST, continue_prompts
 from .forecast import CHOOSING, FINALISTS
 from .objective import ReplayObjective, Score, predict
-from .prepare import Search, replay_of
+from .prepare import Preparation, Refinement, replay_of
 from .quantizing import INT4
-from .replay import Replay
 from .space import Space
 
 PROMPTS = 12  # prompts to continue
@@ -39,21 +39,14 @@ FEWEST_RESCORED = 3  # with fewer prompts, rescoring is no better than the score
 TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
 RESCORING_SHARE = 1.3  # time reserved for the next rescoring, times the longest rescoring so far
 
-Rescore = Callable[[Sequence[Score]], Score]
-
 
 def best_rescored(
-    search: Search,
-    costs: CostModel,
-    fixed: Controller | None,
-    prompts: Sequence[Sequence[int]],
-    scores: Sequence[Score],
+    search: SearchContext, costs: CostModel, prompts: Sequence[Sequence[int]], scores: Sequence[Score]
 ) -> Score:
     """Return the one of `scores` (the best first) that is fastest on the model's own continuations of `prompts`.
 
     `prompts`: token ids of prompts that no path was selected on. The path that the search starts from, if scored,
     is kept unless another path is clearly faster. If there is too little time to decode and rescore, `scores` decide.
-    `fixed`: the controller (None: tuned).
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
     start = search.space.path(search.space.start)
@@ -71,8 +64,8 @@ def best_rescored(
         deadline=deadline.part(TEXTS_SHARE),
     )
     rescored: list[Score] = []
-    with replay_of(search, texts, fixed) as replay:
-        objective = ReplayObjective(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
+    with replay_of(search, texts) as replay:
+        objective = ReplayObjective(replay, costs, search.controllers, proposers=search.proposers)
         watch.stage("choosing among the best few", len(scores))
         longest = 0.0
         for score in scores:
@@ -101,8 +94,6 @@ FEW = 3  # the fewest prompts for a useful interval
 NARROW, CLEAR = 0.04, 0.02  # measuring may stop at this width of the speedup's interval, or distance from 1
 ENOUGH = 16  # new tokens for each prompt, below which fewer prompts are measured
 HELD_BACK = 1.2  # safety factor on the expected time of the next prompt
-Refinement = Callable[[Score], Score | None]
-"""A function that changes a scored path further and returns the new score, or None if it is no better."""
 PACKAGES = ("selfspec", "torch", "transformers", "optuna", "scikit-optimize")
 
 
@@ -114,49 +105,40 @@ class HeldOut:
     held_out: bool
 
 
-def finish(
-    search: Search,
-    base: Profile,
-    scores: Sequence[Score],
-    eval_set: HeldOut,
-    replay: Replay | None,
-    keep_best: bool,
-    refinements: Sequence[tuple[str, Refinement]] = (),
-    rescore: Rescore | None = None,
-) -> Profile:
-    """Choose among the best few of `scores`, measure the chosen one, and complete the profile `base`.
+def finish(prepared: Preparation, base: Profile, eval_set: HeldOut, *, keep_best: bool) -> Profile:
+    """Choose among the best few of the ledger's scores, measure the chosen one, and complete the profile `base`.
 
-    The best of many noisy scores is biased. Therefore `rescore` chooses among the finalists, sorted with the best
-    first, by texts that no finalist was scored on; without `rescore`, the finalist that measures best is chosen. The
-    chosen path is then measured against plain decoding (without drafts), on as many prompts and tokens as fit the time.
-    The best path of an interrupted search is not measured; nor is the best path of a search with `kv` "own", because
-    selfspec does not decode with a separate KV cache for drafts. An interrupt here ends the measuring. `refinements`:
-    names and functions of further changes to try on the best path; a better result joins the finalists. `replay`: to
-    predict the speed of the saved profile (None: no prediction). `keep_best`: save the best path even if plain decoding
-    is faster. Raises `SelfspecError` if no path was scored.
+    The best of many noisy scores is biased. Therefore `prepared.rescore` chooses among the finalists, sorted with the
+    best first, by texts that no finalist was scored on; without it, the finalist that measures best is chosen. A better
+    result of `prepared.refinements` joins the finalists. The chosen path is then measured against plain decoding
+    (without drafts), on as many prompts and tokens as fit the time. The best path of an interrupted search is not
+    measured; nor is the best path of a search with `kv` "own", because selfspec does not decode with a separate KV
+    cache for drafts. An interrupt here ends the measuring. The speed of the saved profile is predicted by
+    `prepared.replay`, if there is one. `keep_best`: save the best path even if plain decoding is faster. Raises
+    `SelfspecError` if no path was scored.
     """
-    record = base.search
+    search, record = prepared.search, base.search
     assert record is not None
-    finalists = _finalists(search.space, scores)
+    finalists = _finalists(search.space, list(search.ledger.scores.values()))
     if not finalists:
         raise SelfspecError("no draft path could be scored: every proposed path exceeds max_draft_cost or extra_memory")
     measured: Measurement | None = None
     best, confidence = finalists[0], search.ledger.confidence
     try:
         if not record.interrupted and record.kv == "shared":
-            eligible = _with_refinements(search, finalists, refinements)
+            eligible = _with_refinements(search, finalists, prepared.refinements)
             others = [s for s in eligible[1:] if s.speedup >= WITHIN_REACH or s.path in search.space.uniform]
             eligible = [eligible[0], *others]
-            best = _best(search, base, eligible, eval_set) if rescore is None else rescore(eligible)
+            best = _best(search, base, eligible, eval_set) if prepared.rescore is None else prepared.rescore(eligible)
             measured = _measured(search, profile_from_score(base, best, confidence), eval_set)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
     use_best = keep_best or (best.speedup if measured is None else measured.speedup) > 1
     profile = profile_from_score(base, best, confidence) if use_best else base.model_copy(update={"parts": {}})
     predicted = None
-    if use_best and replay is not None and base.costs is not None:
+    if use_best and prepared.replay is not None and base.costs is not None:
         search.watch.stage("predicting the speed of the profile", None)
-        predicted = predict(replay, profile, trained=best.path.trained)
+        predicted = predict(prepared.replay, profile, trained=best.path.trained)
     extra_bytes = search.llm.runtime.extra_bytes(profile.path) if profile.path.low_precision else None
     return profile.model_copy(
         update={
@@ -212,7 +194,7 @@ def _finalists(space: Space, scores: Sequence[Score]) -> list[Score]:
 
 
 def _with_refinements(
-    search: Search, finalists: Sequence[Score], refinements: Sequence[tuple[str, Refinement]]
+    search: SearchContext, finalists: Sequence[Score], refinements: Sequence[tuple[str, Refinement]]
 ) -> list[Score]:
     """Return the finalists and the refinements of the best finalist that fit the time, the best first."""
     eligible = [*finalists]
@@ -224,7 +206,7 @@ def _with_refinements(
     return eligible
 
 
-def _best(search: Search, base: Profile, finalists: Sequence[Score], eval_set: HeldOut) -> Score:
+def _best(search: SearchContext, base: Profile, finalists: Sequence[Score], eval_set: HeldOut) -> Score:
     """Return the finalist that decodes fastest in interleaved runs; without time for runs, decide by the scores."""
     deadline = search.budget.deadline("choosing")
     prompts, eligible = eval_set.prompts[:CHOOSING], [*finalists]
@@ -246,7 +228,7 @@ def _best(search: Search, base: Profile, finalists: Sequence[Score], eval_set: H
     return eligible[ratios.index(max(ratios))]
 
 
-def _measured(search: Search, profile: Profile, eval_set: HeldOut) -> Measurement | None:
+def _measured(search: SearchContext, profile: Profile, eval_set: HeldOut) -> Measurement | None:
     """Measure the best path against plain decoding; return None if there is no time."""
     deadline, watch = search.budget.deadline("measuring"), search.watch
     new = _tokens(search, deadline, eval_set.prompts, methods=2)
@@ -270,7 +252,7 @@ def _measured(search: Search, profile: Profile, eval_set: HeldOut) -> Measuremen
     )
 
 
-def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]], *, methods: int) -> int:
+def _tokens(search: SearchContext, deadline: Deadline, prompts: Sequence[Sequence[int]], *, methods: int) -> int:
     """Return how many new tokens per prompt fit the time with `methods` methods; 0 if fewer than `FEWEST` fit.
 
     The number of prompts is reduced before the number of tokens falls below `ENOUGH`. The time includes a warm-up run.
@@ -286,7 +268,7 @@ def _tokens(search: Search, deadline: Deadline, prompts: Sequence[Sequence[int]]
     return min(most, int(new)) if new >= min(FEWEST, most) else 0
 
 
-def _counted(search: Search) -> Callable[[str, int], None]:
+def _counted(search: SearchContext) -> Callable[[str, int], None]:
     """Return a callback that, after every run, reports the number of runs done as the search's progress."""
     done = 0
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from selfspec.controllers import Controller
-from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds, measure_costs
-from selfspec.profile.draft_spec import ProposerSpec
-from selfspec.profile.module_files_spec import ModuleFile
-from selfspec.profile.schema import Calibration
-from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.methods import INT4_CHOICES
 
-from .budget import Budget, Deadline
-from .callbacks import SearchCallbacks, SilentSearch
+from .budget import Deadline
+from .context import SearchContext
 from .continuations import DecodingSettings, continue_prompts
 from .fits import fit_confidence
-from .forecast import CONFIDENCE_SHARE, CONFIDENT, STREAM_POSITIONS, Pace, SearchTask
-from .ledger import Ledger, ScoredTexts
-from .objective import RANKING_SHARE, Objective, ReplayObjective, WallClockObjective
+from .forecast import CONFIDENCE_SHARE, CONFIDENT, STREAM_POSITIONS
+from .objective import RANKING_SHARE, Objective, ReplayObjective, Score, WallClockObjective
 from .quantizing import int4_for_search, using_int4
 from .replay import CANDIDATES, Replay
 from .replay_state import TargetText
@@ -36,54 +29,46 @@ from .warm_starts import BUDGETS, by_cosines, every_fourth, every_second, first_
 LEAST_RANKING = 1 / 64  # share of each text's draft positions, below which the gain of one sub-layer is too uncertain
 
 
-@dataclass(frozen=True)
-class Search:
-    """The state that the parts of one search share.
+Refinement = Callable[[Score], Score | None]
+"""A function that changes a scored path further and returns the new score, or None if it is no better."""
+Rescore = Callable[[Sequence[Score]], Score]
+"""A function that picks the best of scored paths by new scores of them."""
 
-    `prompts`: token ids of all prompts that the search may use. `decoding`: the settings as requested. `pace`: the
-    measured speed of the model. `planned`: the work of the search, with as many prompts and new tokens as fit the time
-    (None: all prompts and tokens). `described(n)` returns the profile's record of the first n prompts. `own_keys`:
-    whether drafts have a separate KV cache. `plain_llm`: the same model in the weight layout for plain decoding (None:
-    `llm` itself is fastest). `int4_method`: the quantiser of int4 weights, as in `SearchOptions`. `int4`: the file of
-    int4 weights that draft paths use, once it is made.
+
+@dataclass(frozen=True)
+class Preparation:
+    """The results of the preparation before the first trial.
+
+    `search`: the context in its narrowed space. `problem`: what strategies know. `costs` and `replay` are None for the
+    wall-clock objective. `refinements`: names and functions of further changes to try on the best path. `rescore` picks
+    a finalist by scores on texts that no trial was scored on; None if there are too few such prompts.
     """
 
-    llm: LLM
-    space: Space
-    decoding: DecodingSettings
-    prompts: tuple[list[int], ...]
-    seed: int
-    ledger: Ledger
-    watch: SearchCallbacks = field(default_factory=SilentSearch)
-    budget: Budget = field(default_factory=Budget)
-    pace: Pace = field(default_factory=lambda: Pace(0.0, 0.0))
-    planned: SearchTask | None = None
-    described: Callable[[int], Calibration] | None = None
-    own_keys: bool = False
-    proposers: tuple[ProposerSpec, ...] = ()
-    plain_llm: LLM | None = None
-    int4_method: str = "auto"
-    int4: ModuleFile | None = None
+    search: SearchContext
+    objective: Objective
+    problem: Problem
+    costs: CostModel | None = None
+    replay: Replay | None = None
+    refinements: tuple[tuple[str, Refinement], ...] = ()
+    rescore: Rescore | None = None
 
-    def plan(self, max_new_tokens: int | None = None) -> ScoredTexts:
-        """Return the amount of text that fits the time; `max_new_tokens`: the length of the decoded texts, if known."""
-        count = len(self.prompts if self.planned is None else self.planned.prompts)
-        new = self.decoding.max_new_tokens if self.planned is None else self.planned.max_new_tokens
-        described = None if self.described is None else self.described(count)
-        return ScoredTexts(prompts=count, max_new_tokens=max_new_tokens or new, calibration=described)
 
-    def chosen(self, texts: ScoredTexts) -> tuple[tuple[list[int], ...], DecodingSettings]:
-        """Return the prompts that `texts` covers, and the settings for decoding their continuations."""
-        return self.prompts[: texts.prompts], replace(self.decoding, max_new_tokens=texts.max_new_tokens)
+@dataclass(frozen=True)
+class ReplayPreparation(Preparation):
+    """The results of the preparation for the replay objective."""
+
+    objective: ReplayObjective
+    costs: CostModel
+    replay: Replay
 
 
 def prepare_replay(
-    search: Search, resources: ExitStack, fixed: Controller | None, context: int | None, warm: bool
-) -> tuple[Search, ReplayObjective, Problem, CostModel, Replay]:
-    """Return the search in its narrowed space, the replay objective, the strategies' problem, the costs, the replay.
+    search: SearchContext, resources: ExitStack, *, context: int | None = None, warm: bool = True
+) -> ReplayPreparation:
+    """Prepare a search with the replay objective, whose replay `resources` closes.
 
-    `resources` closes the replay. `fixed`: the controller (None: tuned). `context`: the number of keys at which costs
-    are measured (None: the mean of the texts). Only with `warm` are sub-layers ranked and warm starts planned.
+    `context`: the number of keys at which costs are measured (None: the mean of the texts). Only with `warm` are
+    sub-layers ranked and warm starts planned.
     """
     ledger, watch = search.ledger, search.watch
     texts = _continued(search)
@@ -96,12 +81,12 @@ def prepare_replay(
     space = search.space
     deadline = search.budget.deadline("ranking")
     watch.stage("prefilling the texts", None)
-    replay = resources.enter_context(replay_of(search, texts, fixed))
+    replay = resources.enter_context(replay_of(search, texts))
     replay.pin_weights(space.path(space.start))
     _confidence(search, replay)
-    objective = ReplayObjective(replay, costs, None if fixed is None else [fixed], proposers=search.proposers)
+    objective = ReplayObjective(replay, costs, search.controllers, proposers=search.proposers)
     if not warm:
-        return search, objective, Problem(space, search.seed), costs, replay
+        return ReplayPreparation(search, objective, Problem(space, search.seed), costs, replay)
     planning = BUDGETS * search.pace.rows(STREAM_POSITIONS * len(texts))
     gains = ledger.gains or _gains(search, objective, Deadline(deadline.end_time - planning, deadline.clock))
     watch.stage("planning warm starts", None)
@@ -111,17 +96,19 @@ def prepare_replay(
     known = gains or cosine_gains
     near = first_k(space, cosine_gains)
     first = dict.fromkeys((*likely(space, known), *planned[:3], *near[1:3], every_second(space)))
-    return search, objective, Problem(space, search.seed, tuple(first), known, planned), costs, replay
+    problem = Problem(space, search.seed, tuple(first), known, planned)
+    return ReplayPreparation(search, objective, problem, costs, replay)
 
 
-def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | None) -> Replay:
-    """Make a replay of `texts` with the search's settings and confidence; `fixed`: the controller (None: tuned)."""
+def replay_of(search: SearchContext, texts: Sequence[TargetText]) -> Replay:
+    """Make a replay of `texts` with the search's settings and confidence."""
+    controllers = search.controllers
     replay = Replay(
         search.llm.model,
         texts,
         sampler=search.decoding.sampler(),
         rule=search.decoding.verified_by,
-        depth=LONGEST_DRAFT if fixed is None else deepest([fixed]),
+        depth=LONGEST_DRAFT if controllers is None else deepest(controllers),
         candidates=1 if search.own_keys else CANDIDATES,  # other engines' draft models draft one candidate
         seed=search.seed,
         own_keys=search.own_keys,
@@ -131,7 +118,7 @@ def replay_of(search: Search, texts: Sequence[TargetText], fixed: Controller | N
     return replay
 
 
-def _narrowed(search: Search, costs: CostModel) -> Space:
+def _narrowed(search: SearchContext, costs: CostModel) -> Space:
     """Return the space without the modes that are no cheaper than full precision on this machine."""
     space, ledger = search.space, search.ledger
     choices = ledger.choices
@@ -146,7 +133,7 @@ def _narrowed(search: Search, costs: CostModel) -> Space:
     return choices.narrow(space)
 
 
-def _with_int4(search: Search, texts: Sequence[TargetText], resources: ExitStack) -> Search:
+def _with_int4(search: SearchContext, texts: Sequence[TargetText], resources: ExitStack) -> SearchContext:
     """Return the search with a file of int4 weights, which all its paths use until `resources` are closed."""
     ledger = search.ledger
     if "int4" not in search.space.modes or (ledger.int4 is None and ledger.confidence is not None):
@@ -164,7 +151,7 @@ def _with_int4(search: Search, texts: Sequence[TargetText], resources: ExitStack
     return replace(search, int4=part)
 
 
-def _confidence(search: Search, replay: Replay) -> None:
+def _confidence(search: SearchContext, replay: Replay) -> None:
     """Fit the confidence (the estimated chance that a drafted token is right), unless the study has it, for `replay`.
 
     It is fitted on drafts in the base mode of the space, or with every fourth layer skipped if the base mode is full.
@@ -177,7 +164,7 @@ def _confidence(search: Search, replay: Replay) -> None:
         replay.confidence = search.ledger.keep_confidence(confidence)
 
 
-def _continued(search: Search) -> list[TargetText]:
+def _continued(search: SearchContext) -> list[TargetText]:
     """Return the texts that trials are scored on: the amount that the study has stored, else the amount that fits."""
     watch, known = search.watch, search.ledger.texts
 
@@ -195,7 +182,7 @@ def _continued(search: Search) -> list[TargetText]:
     return texts if decided == mine else continued(*search.chosen(decided), None)  # another worker was first
 
 
-def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> CostModel:
+def _costs(search: SearchContext, texts: Sequence[TargetText], context: int | None) -> CostModel:
     """Return the study's cost model; measure it first if the study has none."""
     ledger, watch = search.ledger, search.watch
     shown = 0
@@ -228,7 +215,7 @@ def _costs(search: Search, texts: Sequence[TargetText], context: int | None) -> 
     return costs
 
 
-def _gains(search: Search, objective: ReplayObjective, deadline: Deadline) -> Gains:
+def _gains(search: SearchContext, objective: ReplayObjective, deadline: Deadline) -> Gains:
     """Return the speedup of each single change to a cheaper mode; empty if there is no time to measure all changes.
 
     All changes are compared on the same share of the starts, the largest share that fits the time. A change that is not
@@ -259,8 +246,8 @@ def _gains(search: Search, objective: ReplayObjective, deadline: Deadline) -> Ga
     return search.ledger.gains or ()
 
 
-def prepare_wallclock(search: Search, controller: ControllerSpec | None, warm: bool) -> tuple[Objective, Problem]:
-    """Return the wall-clock objective and the strategies' problem.
+def prepare_wallclock(search: SearchContext, *, warm: bool) -> Preparation:
+    """Prepare a search with the wall-clock objective.
 
     With `warm`, sub-layers are ranked by the cosine of their input and output hidden states, to find warm starts;
     not for a model that takes no attention mask per token.
@@ -278,5 +265,5 @@ def prepare_wallclock(search: Search, controller: ControllerSpec | None, warm: b
         with Replay(search.llm.model, texts, depth=1) as replay:
             starts = (*likely(space, by_cosines(space, replay.streams(STREAM_POSITIONS))), every_second(space))
     search.watch.stage("measuring plain decoding", 1 + len(prompts))
-    objective = WallClockObjective(search.llm, prompts, decoding, controller, on_prompt=search.watch.step)
-    return objective, Problem(space, search.seed, tuple(dict.fromkeys(starts)))
+    objective = WallClockObjective(search.llm, prompts, decoding, search.controller, on_prompt=search.watch.step)
+    return Preparation(search, objective, Problem(space, search.seed, tuple(dict.fromkeys(starts))))

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import Controller
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.compiled_path import CompiledPath
-from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.sampling import Sampler, gaps
 from selfspec.types.acceptance import PROBABILITY
 from selfspec.types.draft_path import FULL, DraftPath, SkipSet, as_path
 
 from .conditional_sampling import Noise, SeededNoise, Uniforms, draft_given_text
-from .replay_state import PrefilledTexts, Record, ReplayState, Streams, TargetText, confident, with_ties
+from .replay_state import DraftedTokens, PrefilledTexts, Record, ReplayState, Streams, TargetText, confident, with_ties
 from .trace import Trace
 
 CHUNK = 192  # starts in one forward
@@ -242,14 +242,14 @@ class Replay(Opened):
         used = self._longest
         for step in range(self.depth if live.real.any() else 0):
             scores, used = self._forward(live, path, group, used, step)
-            token, confidence, match, rank = self._choose(live, scores, group, step)
-            going = self._record_step(live, record, controllers, step, token, confidence, match, rank)
+            drafted = self._choose(live, scores, group, step)
+            going = self._record_step(live, record, controllers, step, drafted)
             width = int(going.sum(1).max())
             if not width:
                 return
             index = going.logical_not().int().argsort(dim=1, stable=True)[:, :width]
-            live.token, live.matched = token, match
-            live.drafted = torch.cat((live.drafted, token.unsqueeze(-1)), dim=-1)
+            live.token, live.matched = drafted.token, drafted.match
+            live.drafted = torch.cat((live.drafted, drafted.token.unsqueeze(-1)), dim=-1)
             live.pick(index, going.gather(1, index))
 
     def _new_state(self, group: slice, window: Sequence[tuple[int, int]]) -> ReplayState:
@@ -303,14 +303,8 @@ class Replay(Opened):
             for position, drafted in zip(live.start[row].tolist(), live.drafted[row].tolist(), strict=True):
                 yield [*text.tokens[: position + 1], *drafted]
 
-    def _choose(
-        self, live: ReplayState, scores: Tensor, group: slice, step: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the drafted tokens, their confidences, whether each draft still matches the text, and the ranks.
-
-        At the first wrong token of a draft, the rank says which candidate is the text's next token (1: the second
-        candidate); the rank is 0 elsewhere, and if no candidate is.
-        """
+    def _choose(self, live: ReplayState, scores: Tensor, group: slice, step: int) -> DraftedTokens:
+        """Return the tokens that are drafted by their processed scores `[B, n, V]`."""
         position = live.start + step + 1
         inside = live.matched & (position < self._prefilled.lengths[group])
         following = self._prefilled.tokens[group].gather(1, position.clamp(max=self._longest - 1))
@@ -344,7 +338,7 @@ class Replay(Opened):
                 live.weight = torch.where(match, (live.weight * ratio).clamp(max=1.0), live.weight)
         logit_gap = gaps(merits if self._seeded_noise is None else merits.log()) if self.confidence.gap else None
         confidence = confident(self.confidence, q.gather(-1, token.unsqueeze(-1)).squeeze(-1), logit_gap)
-        return token, confidence, match, torch.where(inside & ~match, rank, 0)
+        return DraftedTokens(token, confidence, match, torch.where(inside & ~match, rank, 0))
 
     def _uniforms(self, ids: Tensor, step: int) -> Uniforms:
         """Return the random numbers of these starts at this depth; all paths share them, so that scores are paired."""
@@ -360,21 +354,19 @@ class Replay(Opened):
         record: Record,
         controllers: Sequence[Controller],
         step: int,
-        token: Tensor,
-        confidence: Tensor,
-        match: Tensor,
-        rank: Tensor,
+        drafted: DraftedTokens,
     ) -> Tensor:
         """Record one step of the unfinished drafts, and return which drafts continue, `[B, n]`."""
-        may = (live.start + step + 3 < self._end_positions[live.ids]) & torch.isin(token, self._eos_ids).logical_not()
-        going = may & (confidence.double() >= min(c.min_confidence(step + 1) for c in controllers))
+        may = live.start + step + 3 < self._end_positions[live.ids]
+        may &= torch.isin(drafted.token, self._eos_ids).logical_not()
+        going = may & (drafted.confidence.double() >= min(c.min_confidence(step + 1) for c in controllers))
         real = live.real
         ids = live.ids[real].cpu()
-        record.token[ids, step] = token[real].cpu()
-        record.confidence[ids, step] = confidence[real].double().cpu()
+        record.token[ids, step] = drafted.token[real].cpu()
+        record.confidence[ids, step] = drafted.confidence[real].double().cpu()
         record.depth[ids] += 1
-        record.run[ids] += match[real].cpu()
-        record.rank[ids] += rank[real].cpu()
+        record.run[ids] += drafted.match[real].cpu()
+        record.rank[ids] += drafted.rank[real].cpu()
         record.unfinished[ids] = (may & ~going)[real].cpu()
         return going & real
 

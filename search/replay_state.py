@@ -131,6 +131,16 @@ class ReplayState:
             setattr(self, name, t.gather(1, index.unsqueeze(-1).expand(-1, -1, t.shape[-1])))
 
 
+@dataclass(frozen=True, slots=True)
+class DraftedTokens:
+    """The tokens that one draft step adds to n drafts of each of B texts, in tensors `[B, n]`."""
+
+    token: Tensor
+    confidence: Tensor
+    match: Tensor  # whether the token and all tokens before it match the text
+    rank: Tensor  # at a draft's first wrong token, which candidate is the text's (1: the second); 0: none, or elsewhere
+
+
 class Record:
     """The results of the drafts from all starts.
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from selfspec.profile.schema import Profile, SearchRecord
 from selfspec.types.costs import CostModel
 
+from .context import SearchContext
 from .finalists import versions
 from .options import SearchOptions
-from .prepare import Search
 from .quantizing import with_int4_part
 
 RECORDED = ("strategy", "objective", "seed", "temperature", "kv", "minutes")  # options recorded in the profile
 
 
 def initial_profile(
-    search: Search, options: SearchOptions, *, interrupted: bool = False, costs: CostModel | None = None
+    search: SearchContext, options: SearchOptions, *, interrupted: bool = False, costs: CostModel | None = None
 ) -> Profile:
     """Return the profile of a search without its results; the seconds of the search are 0 for now."""
     texts = search.ledger.texts
@@ -30,7 +30,7 @@ def initial_profile(
     return with_int4_part(profile, search.int4)
 
 
-def profile_without_trials(search: Search, options: SearchOptions) -> Profile:
+def profile_without_trials(search: SearchContext, options: SearchOptions) -> Profile:
     """Return the profile of a search that had no time for a trial; it skips nothing, and its note says why."""
     budget = search.budget
     note = (
@@ -44,7 +44,7 @@ def profile_without_trials(search: Search, options: SearchOptions) -> Profile:
     return base.model_copy(update={"search": record, "versions": versions(), "note": note})
 
 
-def with_shortfall_note(search: Search, options: SearchOptions, profile: Profile) -> Profile:
+def with_shortfall_note(search: SearchContext, options: SearchOptions, profile: Profile) -> Profile:
     """Return the profile with the seconds of the search, and a note of the work for which there was no time."""
     budget, texts, made = search.budget, search.ledger.texts, profile.search
     assert texts is not None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Concatenate, ParamSpec
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import show_signature
-from selfspec.controllers import make_controller
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import encode, fit, takes_messages, warn_if_cut
 from selfspec.measure.cost_fitting import fastest_plain
@@ -19,26 +18,26 @@ from selfspec.measure.cost_sweeps import fit_context
 from selfspec.profile.schema import Calibration, Profile
 from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.text.prompt_template import Prompt
-from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 
 from .bridging import with_bridges, with_smaller_head
 from .budget import Budget
 from .callbacks import Logged, Trial
+from .context import SearchContext
 from .continuations import PromptSet, choose, record
-from .finalists import FEWEST_RESCORED, PROMPTS, HeldOut, Refinement, Rescore, best_rescored, finish
+from .finalists import FEWEST_RESCORED, PROMPTS, HeldOut, best_rescored, finish
 from .forecast import Pace, SearchTask, fit_to_budget, forecast_summary
 from .ledger import Ledger
-from .objective import Objective, Score
+from .objective import Score
 from .options import SearchOptions
-from .prepare import Search, prepare_replay, prepare_wallclock
+from .prepare import Preparation, Refinement, prepare_replay, prepare_wallclock
 from .quantizing import check_int4
-from .replay import Replay, check_replayable
+from .replay import check_replayable
 from .search_record import initial_profile, profile_without_trials, with_shortfall_note
 from .space import Space
 from .space_filter import BoundedObjective, MemoryBudget, supported_choices
 from .storage import MEMORY
-from .strategies import Problem, Strategy, cheaper_changes, make_strategy
+from .strategies import Strategy, cheaper_changes, make_strategy
 
 P = ParamSpec("P")
 
@@ -64,26 +63,18 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
     if search.planned is None:
         return profile_without_trials(search, options)
     with ExitStack() as resources:
-        known = _prepare(search, options, resources, drawn)
-        search = known.search
+        prepared = _prepare(search, options, resources, drawn)
+        search = prepared.search
         memory = MemoryBudget.from_llm(llm, options.extra_memory)
-        bounded = BoundedObjective(known.objective, known.costs, search.space, options.max_draft_cost, memory)
-        propose = partial(make_strategy, options.strategy, known.problem)
+        bounded = BoundedObjective(prepared.objective, prepared.costs, search.space, options.max_draft_cost, memory)
+        propose = partial(make_strategy, options.strategy, prepared.problem)
         interrupted = _run_trials(search, bounded, propose, options.trials)
         if not interrupted and not search.ledger.claim_finish():
             raise AnotherFinishes(
                 f"{search.ledger.description}: another worker measures the best and saves the profile"
             )
-        profile = finish(
-            search,
-            initial_profile(search, options, interrupted=interrupted, costs=known.costs),
-            list(search.ledger.scores.values()),
-            drawn.held_out,
-            known.replay,
-            options.keep_best,
-            known.refinements,
-            known.rescore,
-        )
+        base = initial_profile(search, options, interrupted=interrupted, costs=prepared.costs)
+        profile = finish(prepared, base, drawn.held_out, keep_best=options.keep_best)
     return with_shortfall_note(search, options, profile)
 
 
@@ -101,7 +92,7 @@ class _OtherPrompts:
     chat: bool
 
 
-def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
+def _begin(llm: LLM, options: SearchOptions) -> tuple[SearchContext, _OtherPrompts]:
     """Check the options, report the expected duration, and plan how much text fits the time.
 
     Returns the state of the search, and the prompts that are used after the trials.
@@ -129,8 +120,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
     prompts, measured, others = _fitted(llm, chosen, options)
     if not prompts:
         raise SelfspecError(f"{options.source}: holds no prompts")
-    described = partial(_calibration, chosen, prompts)
-    ledger, watch = _ledger(llm, options, described(len(prompts))), options.watch or Logged()
+    ledger, watch = _ledger(llm, options, record(chosen, prompts)), options.watch or Logged()
     plain_llm = None
     if options.plain_llm is not None:
         watch.stage("loading the model in the weight layout for plain decoding", None)
@@ -140,7 +130,7 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
     pace = Pace.from_runtime(llm.runtime, max(map(len, prompts)))
     task = _task(options, space, ledger, prompts, measured)
     watch.say(forecast_summary(task, pace, budget))
-    search = Search(
+    search = SearchContext(
         llm=llm,
         space=space,
         decoding=options.decoding,
@@ -151,10 +141,11 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[Search, _OtherPrompts]:
         budget=budget,
         pace=pace,
         planned=fit_to_budget(task, pace, budget),
-        described=described,
+        described=lambda count: record(chosen, prompts[:count]),
         own_keys=options.kv == "own",
         proposers=options.proposers,
         plain_llm=plain_llm,
+        controller=options.fixed,
         int4_method=options.int4,
     )
     return search, _OtherPrompts(HeldOut(measured, chosen.held_out), others, chosen.rest[PROMPTS:], chosen.chat)
@@ -210,18 +201,6 @@ def _task(
     )
 
 
-def _calibration(chosen: PromptSet, texts: Sequence[Sequence[int]], count: int) -> Calibration:
-    """Return the profile's record of the calibration prompts: the first `count` of `texts` (token ids)."""
-    return record(
-        chosen.source,
-        texts[:count],
-        column=chosen.column,
-        template=chosen.template,
-        chat=chosen.chat,
-        drawn_from=chosen.available,
-    )
-
-
 def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledger:
     """Open the study's ledger. Raises `SelfspecError` where the study belongs to a search with other settings."""
     model = {
@@ -234,42 +213,21 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
     return Ledger(where, options.study, model | options.settings())
 
 
-@dataclass(frozen=True)
-class _Preparation:
-    """The results of the preparation before the first trial.
-
-    `costs` and `replay` are None for the wall-clock objective. `refinements`: names and functions of further changes to
-    try on the best path. `rescore` picks a finalist by scores on texts that no trial was scored on; None if there are
-    too few such prompts.
-    """
-
-    search: Search
-    objective: Objective
-    problem: Problem
-    costs: CostModel | None = None
-    replay: Replay | None = None
-    refinements: tuple[tuple[str, Refinement], ...] = ()
-    rescore: Rescore | None = None
-
-
-def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn: _OtherPrompts) -> _Preparation:
+def _prepare(search: SearchContext, options: SearchOptions, resources: ExitStack, drawn: _OtherPrompts) -> Preparation:
     """Make the objective, whose replay `resources` closes, and the refinements that this model allows.
 
     Smaller draft vocabularies hold the most frequent tokens of `drawn.rest`.
     """
-    llm, fixed = search.llm, options.fixed
     if options.objective == "wallclock":
-        return _Preparation(search, *prepare_wallclock(search, fixed, options.warm))
-    controller = None if fixed is None else make_controller(fixed)
-    search, objective, problem, costs, replay = prepare_replay(
-        search, resources, controller, options.context, options.warm
-    )
+        return prepare_wallclock(search, warm=options.warm)
+    prepared = prepare_replay(search, resources, context=options.context, warm=options.warm)
+    search, llm = prepared.search, search.llm
     refinements: list[tuple[str, Refinement]] = []
     if options.kv == "shared":
         fitted_to = [*search.prompts, *drawn.others]
         bridges = partial(
             with_bridges,
-            objective,
+            prepared.objective,
             runtime=llm.runtime,
             texts=fitted_to,
             seconds=search.pace.rows,
@@ -278,14 +236,11 @@ def _prepare(search: Search, options: SearchOptions, resources: ExitStack, drawn
         refinements.append(("bridges over skipped layers", bridges))
     if options.kv == "shared" and llm.runtime.skeleton.head_over([0]) is not None:  # the head's weight is accessible
         counted = _encoded(llm, drawn.rest, chat=drawn.chat)
-        heads = partial(with_smaller_head, objective, texts=counted, size=llm.identity.vocabulary or 0)
+        heads = partial(with_smaller_head, prepared.objective, texts=counted, size=llm.identity.vocabulary or 0)
         refinements.append(("smaller draft vocabularies", heads))
-    rescore = (
-        partial(best_rescored, search, costs, controller, drawn.others)
-        if len(drawn.others) >= FEWEST_RESCORED
-        else None
-    )
-    return _Preparation(search, objective, problem, costs, replay, tuple(refinements), rescore)
+    few = len(drawn.others) < FEWEST_RESCORED
+    rescore = None if few else partial(best_rescored, search, prepared.costs, drawn.others)
+    return replace(prepared, refinements=tuple(refinements), rescore=rescore)
 
 
 def _fitted(llm: LLM, chosen: PromptSet, options: SearchOptions) -> Iterator[tuple[list[int], ...]]:
@@ -312,7 +267,9 @@ def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[lis
             yield encode(llm, prompt, chat=chat)
 
 
-def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int) -> bool:
+def _run_trials(
+    search: SearchContext, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int
+) -> bool:
     """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
 
     Then the paths with every sub-layer in one quantised mode are scored, if no trial has scored them.
@@ -362,7 +319,7 @@ def _run_trials(search: Search, objective: BoundedObjective, strategy: Callable[
     return False
 
 
-def _score_uniform(search: Search, objective: BoundedObjective) -> None:
+def _score_uniform(search: SearchContext, objective: BoundedObjective) -> None:
     """Score the paths with every sub-layer in one quantised mode, which are always finalists, if no trial did."""
     for path in search.space.uniform:
         search.ledger.refresh()
@@ -370,7 +327,7 @@ def _score_uniform(search: Search, objective: BoundedObjective) -> None:
             _scored(search, objective, path)
 
 
-def _scored(search: Search, objective: BoundedObjective, path: DraftPath) -> Score | None:
+def _scored(search: SearchContext, objective: BoundedObjective, path: DraftPath) -> Score | None:
     """Claim a path, score it and keep the score; return None for a path over its cost or memory bound."""
     search.ledger.claim(path)
     begun = search.budget.spent

@@ -17,13 +17,14 @@ from selfspec.types.acceptance import PayoffModel
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath, HeadMode, SkipSet
 
+from ..context import SearchContext
 from ..continuations import DecodingSettings, choose
 from ..finalists import profile_from_score
 from ..fits import fit_curve
 from ..ledger import Ledger
 from ..objective import ReplayObjective, Score
 from ..oracle import Bound, oracle_bound
-from ..prepare import Search, prepare_replay
+from ..prepare import prepare_replay
 from ..replay import Opened, Replay
 from ..space import Space
 from ..space_filter import Choices
@@ -77,8 +78,9 @@ class Workbench(Opened):
         super().__init__()
 
     def _open(self) -> None:
-        search = Search(self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger)
-        _, _, self.problem, self.costs, self.replay = prepare_replay(search, self._resources, None, None, warm=True)
+        search = SearchContext(self.llm, self.space, self.decoding, self.prompts, self.seed, self.ledger)
+        prepared = prepare_replay(search, self._resources)
+        self.problem, self.costs, self.replay = prepared.problem, prepared.costs, prepared.replay
 
     @property
     def temperature(self) -> float:

@@ -23,7 +23,6 @@ from selfspec.cli.common import (
     profile_named,
     progress,
     quiet,
-    set_threads,
     stage_line,
     stderr,
     stdout,
@@ -53,7 +52,7 @@ def run_train(command: TrainCommand) -> int:
     if command.train_options.student is not None:
         check_at_hand(command.train_options.student)
     prompts = command.data.read()
-    set_threads(command.device_options.threads)
+    command.device_options.set_threads()
 
     from selfspec.training.fit import check_folder, fit
 
@@ -144,7 +143,7 @@ def run_convert(command: ConvertCommand) -> None:
     """Check the folders, load the model, and write the draft module and its profiles. Raises `SelfspecError`."""
     quiet()
     model = model_for(command.model, profile_named(command.profile))
-    set_threads(command.device_options.threads)
+    command.device_options.set_threads()
 
     from selfspec.training.fit import check_folder
     from selfspec.training.profiles import convert
@@ -169,7 +168,7 @@ def run_quantize(command: QuantizeCommand) -> int:
     check_quantized_out(command.out)
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()
-    set_threads(command.device_options.threads)
+    command.device_options.set_threads()
 
     console = stderr()
     llm = load_llm(model, command.profile, command.device_options)
@@ -265,7 +264,7 @@ def run_export(command: ExportCommand) -> None:
     profile = checked_profile(command.profile)
     name = model_for(command.model, profile)
     raw_prompts = command.data.read(held_out=True) if command.limit else None
-    set_threads(command.device_options.threads)
+    command.device_options.set_threads()
 
     from selfspec.export.exporting import check, export
     from selfspec.llm.llm import load

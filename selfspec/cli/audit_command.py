@@ -13,7 +13,6 @@ from selfspec.cli.common import (
     progress,
     quiet,
     resolve_drafting,
-    set_threads,
     stderr,
     stdout,
 )
@@ -30,7 +29,7 @@ def run(options: AuditCommand) -> int:
     model, profile, controller = resolve_drafting(options.drafting)
     check_named_method(options.method)
     raw_prompts = options.data.read(held_out=True)
-    set_threads(options.device_options.threads)
+    options.device_options.set_threads()
 
     from selfspec.basics.machine import machine
     from selfspec.llm.llm import load

@@ -18,7 +18,6 @@ from selfspec.cli.common import (
     progress,
     quiet,
     resolve_drafting,
-    set_threads,
     size,
     stderr,
     stdout,
@@ -126,7 +125,7 @@ def run(options: BenchCommand) -> int:
         raise SelfspecError("--widen and --device-map: a widened model is made on one device; expected one of them")
     raw_prompts = options.data.read(held_out=True)
     limit = options.limit or (PROMPTS[wide] if raw_prompts is None or options.data.preset else len(raw_prompts.texts))
-    set_threads(options.device_options.threads)
+    options.device_options.set_threads()
 
     from selfspec.llm.prompt_encoding import check_chat
     from selfspec.measure.bench import BenchTask

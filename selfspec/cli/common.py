@@ -282,14 +282,6 @@ def quiet() -> None:
     warnings.showwarning = show
 
 
-def set_threads(threads: int | None) -> None:
-    """Set PyTorch's number of CPU threads; None keeps its default."""
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
 @dataclass(frozen=True, slots=True)
 class LayerMap:
     """Rich renderable: named rows with one character per layer, under a ruler of layer numbers.

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from selfspec.basics.files import check_writable
 from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark, texts_line
-from selfspec.cli.common import drafting_with, model_for, print_json, profile_named, quiet, set_threads, size, stdout
+from selfspec.cli.common import drafting_with, model_for, print_json, profile_named, quiet, size, stdout
 from selfspec.cli.options import CompareCommand
 from selfspec.measure.bench_methods import OF_PROFILE, check_methods, check_supported, is_profile, supported
 from selfspec.models.loading import read_identity
@@ -43,7 +43,7 @@ def run(options: CompareCommand) -> int:
     if named_profile is not None:
         check_profile(named_profile, identity)
     named_methods = _named(options)
-    set_threads(options.device_options.threads)
+    options.device_options.set_threads()
 
     from selfspec.llm.prompt_encoding import check_chat
     from selfspec.measure.comparing import applicable, recommend

@@ -11,7 +11,7 @@ import yaml
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import parse_json, read_text
-from selfspec.cli.common import check_named_method, model_for, profile_named, search_hint, set_threads, stderr
+from selfspec.cli.common import check_named_method, model_for, profile_named, search_hint, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
 from selfspec.profile.schema import Profile
@@ -44,7 +44,7 @@ class DecodingRequest:
     def check(self) -> Options:
         """Return the options that need no model. Raises `SelfspecError` for options that no model supports."""
         options = self.options
-        set_threads(options.device_options.threads)
+        options.device_options.set_threads()
 
         from selfspec.models.loading import read_generation_config
         from selfspec.text.guided import check_guide
@@ -101,7 +101,7 @@ class DecodingRequest:
         In the first process, and without tensor parallelism, do nothing.
         """
         if self.options.device_options.is_worker:
-            set_threads(self.options.device_options.threads)
+            self.options.device_options.set_threads()
             self.load()
 
     def load_plain(self, *, layout: str = "auto") -> LLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
@@ -61,7 +62,7 @@ def run(options: GenerateCommand) -> int:
     if options.compare:
         _compare(llm, request, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
-        generation = llm.run(prompt, how, planned=planned, drafter=drafter, probabilities=options.color)
+        generation = llm.run(prompt, replace(how, probabilities=options.color), planned=planned, drafter=drafter)
         _warn(generation, how, chat=chat)
         print_json(_as_json(generation, events=options.color))
     else:

@@ -216,6 +216,13 @@ class DeviceOptions:
         """The device, or the map of the model over several devices."""
         return parse_devices(self.device, self.device_map, self.device_memory, self.offload_folder)
 
+    def set_threads(self) -> None:
+        """Set PyTorch's number of CPU threads, if it is given."""
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedDeviceOptions(DeviceOptions):

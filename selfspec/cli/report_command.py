@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, write_text
-from selfspec.cli.common import checked_profile, load_llm, model_for, progress, quiet, set_threads, stderr
+from selfspec.cli.common import checked_profile, load_llm, model_for, progress, quiet, stderr
 from selfspec.cli.input_options import EncodedPrompts
 from selfspec.cli.options import ReportCommand
 from selfspec.cli.plot import open_study
@@ -49,6 +49,16 @@ class _DecodedSamples:
     conditions: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """All that the page shows; what is None was not given."""
+
+    profile: Profile | None
+    ledger: Ledger | None
+    bench: dict[str, Any] | None
+    decoded: _DecodedSamples | None
+
+
 def run(options: ReportCommand) -> None:
     """Validate the options before loading the model, then decode, draw, and write the page."""
     quiet()
@@ -61,8 +71,7 @@ def run(options: ReportCommand) -> None:
     decoded = None
     if not options.no_sample and profile is not None and profile.drafts:
         decoded = _decode_samples(options, profile)
-    page = _page(options, profile, ledger, bench, decoded)
-    write_text(options.out, page)
+    write_text(options.out, _page(options, _Sources(profile, ledger, bench, decoded)))
     stderr().print(f"saved {options.out}", markup=False, soft_wrap=True)
 
 
@@ -100,7 +109,7 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
 def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples:
     """Decode a few held-out prompts with the profile's drafter, greedily and without the guard."""
     raw_prompts = options.data.read(held_out=True)
-    set_threads(options.device_options.threads)
+    options.device_options.set_threads()
 
     from selfspec.llm.prompt_encoding import check_chat
 
@@ -156,13 +165,7 @@ def _with_tooltips(html: str) -> Markup:
     return Markup(re.sub(r'(<span(?: style="[^"]*")?) title=', r'\1 tabindex="0" data-said=', html))
 
 
-def _page(
-    options: ReportCommand,
-    profile: Profile | None,
-    ledger: Ledger | None,
-    bench: dict[str, Any] | None,
-    decoded: _DecodedSamples | None,
-) -> str:
+def _page(options: ReportCommand, shown: _Sources) -> str:
     from selfspec.show.report import (
         Report,
         Section,
@@ -173,7 +176,8 @@ def _page(
         study_section,
     )
 
-    sections = [_conditions(options, profile, ledger, bench, decoded)]
+    sections = [_conditions(options, shown)]
+    profile, ledger, bench, decoded = shown.profile, shown.ledger, shown.bench, shown.decoded
     if profile is None:
         sections.append(Section("skip-map", "What is skipped", notes=(_GIVE_PROFILE,)))
     else:
@@ -230,18 +234,13 @@ def _summary(profile: Profile | None) -> str:
     return f"{summary}; its speed was not measured."
 
 
-def _conditions(
-    options: ReportCommand,
-    profile: Profile | None,
-    ledger: Ledger | None,
-    bench: dict[str, Any] | None,
-    decoded: _DecodedSamples | None,
-) -> Section:
+def _conditions(options: ReportCommand, shown: _Sources) -> Section:
     """Return the report's section on model, profile, and the conditions of each measurement."""
     from selfspec.show.report import Section, Table, facts_table
 
     tables: list[Table] = []
     rows: list[tuple[str, ...]] = []
+    profile, ledger, bench = shown.profile, shown.ledger, shown.bench
     if profile is not None:
         lines = {key: values for key, values in facts(profile).items() if key != "measured" or not profile.measured}
         fact_rows = [(label(key), "\n".join(values)) for key, values in lines.items()]
@@ -258,8 +257,8 @@ def _conditions(
         workload = f"{bench['prompts']} x {bench['max_new_tokens']} x {bench['rounds']} rounds"
         temperatures = ", ".join(f"{result['temperature']:g}" for result in bench["temperatures"])
         rows.append(("the benchmark", temperatures, "below", workload, _machine(bench)))
-    if decoded is not None:
-        rows.append(decoded.conditions)
+    if shown.decoded is not None:
+        rows.append(shown.decoded.conditions)
     if rows:
         tables.append(Table("Where it was measured", _CONDITIONS, tuple(rows)))
     return Section("conditions", "Model and measurements", tables=tuple(tables))

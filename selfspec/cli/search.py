@@ -15,7 +15,7 @@ from rich.progress import SpinnerColumn, TextColumn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
-from selfspec.cli.common import model_for, print_json, progress, quiet, set_threads, skip_map, stage_line, stderr
+from selfspec.cli.common import model_for, print_json, progress, quiet, skip_map, stage_line, stderr
 from selfspec.cli.options import SearchCommand
 from selfspec.cli.profile_text import facts, plain_step
 from selfspec.profile.reading import write_profile
@@ -58,7 +58,7 @@ def _search(
     model: str, command: SearchCommand, prompts: Prompts | None, budget: Budget, watch: SearchWatch
 ) -> Profile | None:
     """Load the model and search; return None if another worker saves the profile."""
-    set_threads(command.device_options.threads)
+    command.device_options.set_threads()
 
     from selfspec.llm.llm import load
     from selfspec.search import AnotherFinishes, run_search

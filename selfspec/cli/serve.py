@@ -20,7 +20,6 @@ from selfspec.cli.common import (
     profile_named,
     quiet,
     search_hint,
-    set_threads,
     stderr,
 )
 from selfspec.cli.input_options import SharedDeviceOptions
@@ -49,7 +48,7 @@ def run(command: ServeCommand) -> int:
     if command.store is not None:
         Store(command.store)
     adapters = _adapters(command.adapter or ())
-    set_threads(command.device_options.threads)
+    command.device_options.set_threads()
 
     from selfspec.server.server import bind_socket
 

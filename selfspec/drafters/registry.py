@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import Controller, make_controller
@@ -51,10 +51,10 @@ from selfspec.proposers.base import Proposer, ProposerChain
 from selfspec.proposers.history import AnswerHistory
 from selfspec.proposers.lookup import Lookup
 from selfspec.proposers.store import Store, StoreProposer
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.drafter import Drafter
-from selfspec.types.acceptance import PROBABILITY, AcceptanceCurve, PayoffModel
+from selfspec.types.acceptance import PROBABILITY, AcceptanceCurve, Confidence, PayoffModel
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import WIDER
 from selfspec.types.draft_path import FULL, DraftPath
@@ -133,6 +133,30 @@ def make_proposer_chain(specs: Sequence[ProposerSpec], wider: Sequence[float], v
     return ProposerChain([make_proposer(spec, vocabulary) for spec in specs], (1.0, *wider) if specs else (1.0,))
 
 
+ChainSpec = LayerSkipSpec | HeadSpec | ModelSpec | SwiftSpec | ClaspSpec
+
+
+class _ChainOptions(TypedDict):
+    """The arguments that the makers of all autoregressive drafters take from a profile."""
+
+    controller: Controller
+    candidates: int
+    confidence: Confidence
+    proposer_chain: ProposerChain
+
+
+def _chain_options(runtime: Runtime, spec: ChainSpec, profile: Profile, wider: Sequence[float]) -> _ChainOptions:
+    """Return the arguments by name; `wider`: as in `make_proposer_chain`."""
+    return {
+        "controller": make_controller(spec.controller, profile.payoff),
+        "candidates": spec.candidates,
+        "confidence": spec.confidence or PROBABILITY,
+        "proposer_chain": make_proposer_chain(
+            profile.local_proposers(spec), wider, runtime.skeleton.identity.vocabulary
+        ),
+    }
+
+
 def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> LayerSkipDrafter:
     """Build the drafter that runs the model along a draft path.
 
@@ -145,11 +169,8 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
     return LayerSkipDrafter(
         runtime,
         draft_path(runtime, spec, profile),
-        make_controller(spec.controller, profile.payoff),
-        candidates=spec.candidates,
-        confidence=spec.confidence or PROBABILITY,
-        proposer_chain=make_proposer_chain(profile.local_proposers(spec), wider, runtime.skeleton.identity.vocabulary),
         below=below,
+        **_chain_options(runtime, spec, profile, wider),
     )
 
 
@@ -180,13 +201,7 @@ def make_head_drafter(runtime: Runtime, spec: HeadSpec, profile: Profile) -> Hea
 
     Raises `SelfspecError` if the head was trained for another model.
     """
-    return HeadDrafter(
-        _head(runtime, profile, spec.part),
-        make_controller(spec.controller, profile.payoff),
-        candidates=spec.candidates,
-        confidence=spec.confidence or PROBABILITY,
-        proposer_chain=make_proposer_chain(profile.local_proposers(spec), (), runtime.skeleton.identity.vocabulary),
-    )
+    return HeadDrafter(_head(runtime, profile, spec.part), **_chain_options(runtime, spec, profile, ()))
 
 
 def _head(runtime: Runtime, profile: Profile, part: str) -> Head:
@@ -205,30 +220,12 @@ def make_model(runtime: Runtime, spec: ModelSpec, profile: Profile) -> ModelDraf
     device = str(runtime.device) if spec.device == "auto" else spec.device
     own, tokenizer = _draft_model(name, device, spec.dtype, spec.bits)
     path = FULL if spec.bits is None else DraftPath.from_modes([spec.bits] * (2 * own.layers), head=spec.bits)
-    controller, confidence = make_controller(spec.controller, profile.payoff), spec.confidence or PROBABILITY
-    proposer_chain = make_proposer_chain(profile.local_proposers(spec), WIDER, runtime.skeleton.identity.vocabulary)
+    options = _chain_options(runtime, spec, profile, WIDER)
     sizes = (runtime.skeleton.identity.vocabulary or 0, own.skeleton.identity.vocabulary or 0)
     if sizes[0] != sizes[1]:
         words = TokenizerMap(_tokenizer(profile), tokenizer, sizes=sizes)
-        return CrossVocabularyDrafter(
-            runtime,
-            own,
-            words,
-            controller,
-            path=path,
-            candidates=spec.candidates,
-            confidence=confidence,
-            proposer_chain=proposer_chain,
-        )
-    return ModelDrafter(
-        runtime,
-        own,
-        controller,
-        path=path,
-        candidates=spec.candidates,
-        confidence=confidence,
-        proposer_chain=proposer_chain,
-    )
+        return CrossVocabularyDrafter(runtime, own, words, path=path, **options)
+    return ModelDrafter(runtime, own, path=path, **options)
 
 
 @lru_cache(maxsize=1)
@@ -297,24 +294,14 @@ def make_lookahead(spec: LookaheadSpec) -> LookaheadDrafter:
 
 def make_swift(runtime: Runtime, spec: SwiftSpec, profile: Profile) -> SwiftDrafter:
     """Build a SWIFT drafter, which searches for its skip set while it decodes."""
-    own = _of_chosen(runtime, spec, profile)
-    return SwiftDrafter(runtime, **own, window=spec.window, every=spec.every, patience=spec.patience)
+    options = _chain_options(runtime, spec, profile, WIDER)
+    return SwiftDrafter(runtime, **options, window=spec.window, every=spec.every, patience=spec.patience)
 
 
 def make_clasp(runtime: Runtime, spec: ClaspSpec, profile: Profile) -> ClaspDrafter:
     """Build a CLaSp drafter (skip set by dynamic programming). Raises `SelfspecError` for too many skipped layers."""
-    return ClaspDrafter(runtime, **_of_chosen(runtime, spec, profile), skip=spec.skip_layers, every=spec.every)
-
-
-def _of_chosen(runtime: Runtime, spec: SwiftSpec | ClaspSpec, profile: Profile) -> dict[str, Any]:
-    return {
-        "controller": make_controller(spec.controller, profile.payoff),
-        "candidates": spec.candidates,
-        "confidence": spec.confidence or PROBABILITY,
-        "proposer_chain": make_proposer_chain(
-            profile.local_proposers(spec), WIDER, runtime.skeleton.identity.vocabulary
-        ),
-    }
+    options = _chain_options(runtime, spec, profile, WIDER)
+    return ClaspDrafter(runtime, **options, skip=spec.skip_layers, every=spec.every)
 
 
 def _lookup_controller(controller: ControllerSpec, profile: Profile) -> Controller:

@@ -24,7 +24,7 @@ from selfspec.export.weights import Weights
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
 GROUP = 32  # group size: consecutive weights of a row that share a scale
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -184,8 +184,8 @@ def module_name(module: str) -> str:
     """Return llama.cpp's name of a module, given the `transformers` name."""
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
-        return f"blk.{layer}.{_NAMES[rest]}"
-    return _NAMES[module]
+        return f"blk.{layer}.{NAMES[rest]}"
+    return NAMES[module]
 
 
 def permute_rope_rows(tensor: Tensor, heads: int) -> Tensor:

@@ -167,24 +167,15 @@ class Batch:
         """Unused capacity of the KV cache in tokens."""
         return self._engine.memory.free
 
-    def add(
-        self,
-        prompt: Prompt,
-        options: Options,
-        *,
-        planned: Plan | None = None,
-        probabilities: bool = False,
-        top: int | None = None,
-    ) -> Request:
+    def add(self, prompt: Prompt, options: Options, *, planned: Plan | None = None, top: int | None = None) -> Request:
         """Queue a prompt, and return its request.
 
         `planned`: the plan of this prompt and these options, for this request only; None: the plan is made here.
-        `probabilities`: the generation's events include the target's probabilities. `top`: keep the log probability of
-        each new token, and those of the `top` most probable tokens at each position (None: keep none). Raises
-        `SelfspecError` for a wrong option, for a prompt that exceeds the context length, and if prompt and new tokens
-        need more slots than the KV cache has.
+        `top`: keep the log probability of each new token, and those of the `top` most probable tokens at each position
+        (None: keep none). Raises `SelfspecError` for a wrong option, for a prompt that exceeds the context length, and
+        if prompt and new tokens need more slots than the KV cache has.
         """
-        request = Request(self.llm, prompt, options, planned=planned, probabilities=probabilities, top=top)
+        request = Request(self.llm, prompt, options, planned=planned, top=top)
         self.check_fits(len(request.prompt), request.seq.remaining)
         self._waiting.append(request)
         self.counters.requests += 1

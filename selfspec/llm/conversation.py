@@ -26,7 +26,6 @@ class ChatModel(Protocol):
         planned: Plan | None = None,
         drafter: Drafter | None = None,
         pieces: bool = True,
-        probabilities: bool = False,
         reuse: bool = False,
         ended: Callable[[str], None] | None = None,
     ) -> Stream:
@@ -41,7 +40,7 @@ def _send(conversation: Conversation, text: str, options: GenerateOptions) -> Ge
     the options of `LLM.chat`. Raises `SelfspecError` as `LLM.chat` does, also when the conversation exceeds the context
     length.
     """
-    return conversation.run(text, options, drafter=options.drafter, probabilities=options.probabilities)
+    return conversation.run(text, options, drafter=options.drafter)
 
 
 def _stream(conversation: Conversation, text: str, options: GenerateOptions) -> Stream:
@@ -50,7 +49,7 @@ def _stream(conversation: Conversation, text: str, options: GenerateOptions) -> 
     The message and the answer are appended to `messages` when the stream ends for any reason, unless the conversation
     has continued or was reset in the meantime.
     """
-    return conversation.start(text, options, drafter=options.drafter, probabilities=options.probabilities)
+    return conversation.start(text, options, drafter=options.drafter)
 
 
 class Conversation:
@@ -96,14 +95,9 @@ class Conversation:
         """Return the token ids of the prompt for `text` as the next message. Raises `SelfspecError`."""
         return render(self._llm.tokenizer, self._with(text))
 
-    def run(
-        self, text: str, options: Options, *, drafter: Drafter | None = None, probabilities: bool = False
-    ) -> Generation:
+    def run(self, text: str, options: Options, *, drafter: Drafter | None = None) -> Generation:
         """Return the answer to `text` as `send` does, with the decoding options in one object."""
-        stream = self.start(text, options, drafter=drafter, pieces=False, probabilities=probabilities)
-        for _ in stream:
-            pass
-        return stream.result
+        return self.start(text, options, drafter=drafter, pieces=False).wait()
 
     def start(
         self,
@@ -113,7 +107,6 @@ class Conversation:
         planned: Plan | None = None,
         drafter: Drafter | None = None,
         pieces: bool = True,
-        probabilities: bool = False,
     ) -> Stream:
         """Return a stream of the answer to `text` as `stream` does, with the decoding options in one object.
 
@@ -131,7 +124,6 @@ class Conversation:
             planned=planned,
             drafter=drafter,
             pieces=pieces,
-            probabilities=probabilities,
             reuse=True,
             ended=ended,
         )

@@ -47,9 +47,7 @@ def generate_many(llm: BatchModel, prompts: Iterable[Prompt], options: ManyOptio
         for number, ids in enumerate(encoded):
             with number_errors(number):
                 check_memory(batch, ids, options)
-        for number, request in decode_many(
-            batch, enumerate(encoded), options, plans=plans, probabilities=options.probabilities
-        ):
+        for number, request in decode_many(batch, enumerate(encoded), options, plans=plans):
             results[number] = request.result
             if request.error is not None:
                 failed.append(SelfspecError(f"prompts[{number}]: {request.error}"))
@@ -71,12 +69,7 @@ def check_memory(batch: Batch, prompt: Sequence[int], options: Options) -> None:
 
 
 def decode_many(
-    batch: Batch,
-    prompts: Iterable[tuple[int, Prompt]],
-    options: Options,
-    *,
-    plans: Mapping[int, Plan],
-    probabilities: bool = False,
+    batch: Batch, prompts: Iterable[tuple[int, Prompt]], options: Options, *, plans: Mapping[int, Plan]
 ) -> Iterator[tuple[int, Request]]:
     """Decode numbered prompts in a batch; yield the number and the request of each prompt when the request ends.
 
@@ -88,7 +81,7 @@ def decode_many(
     while True:
         while len(batch.waiting) < batch.rows and (numbered := next(left, None)) is not None:
             number, prompt = numbered
-            request = batch.add(prompt, options, planned=plans.get(number), probabilities=probabilities)
+            request = batch.add(prompt, options, planned=plans.get(number))
             numbers[request] = number
         if batch.idle:
             return

@@ -34,8 +34,8 @@ from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import check_profile, choose_profile, named_profile, with_lookup_files
 from selfspec.proposers.history import check_answers
 from selfspec.proposers.store import Store
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.factory import open_runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import as_integer
 from selfspec.speculation.sequence import SequenceState
@@ -54,7 +54,7 @@ _log = logging.getLogger("selfspec")
 
 def _generate(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Generation:
     """Continue `prompt` as `LLM.generate` does, with the options in one object."""
-    return llm.run(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
+    return llm.run(prompt, options, drafter=options.drafter)
 
 
 def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
@@ -62,7 +62,7 @@ def _stream(llm: LLM, prompt: Prompt, options: GenerateOptions) -> Stream:
 
     Takes the arguments of `generate`, and gives the same text.
     """
-    return llm.start(prompt, options, drafter=options.drafter, probabilities=options.probabilities)
+    return llm.start(prompt, options, drafter=options.drafter)
 
 
 def _chat(llm: LLM, messages: Sequence[Message], options: GenerateOptions) -> Generation:
@@ -252,8 +252,8 @@ class LLM:
         rule: str | None = None,
         settings: Mapping[str, Any] | None = None,
         adapter: str | None = None,
-        drafter: Drafter | None = None,
         probabilities: bool = False,
+        drafter: Drafter | None = None,
     ) -> Generation:
         """Continue `prompt` (text or token ids), greedily by default.
 
@@ -289,8 +289,8 @@ class LLM:
             rule=rule,
             settings=settings or {},
             adapter=adapter,
-            drafter=drafter,
             probabilities=probabilities,
+            drafter=drafter,
         )
         return _generate(self, prompt, options)
 
@@ -308,26 +308,10 @@ class LLM:
         return Conversation(self, system=system)
 
     def run(
-        self,
-        prompt: Prompt,
-        options: Options,
-        *,
-        planned: Plan | None = None,
-        drafter: Drafter | None = None,
-        probabilities: bool = False,
+        self, prompt: Prompt, options: Options, *, planned: Plan | None = None, drafter: Drafter | None = None
     ) -> Generation:
         """Generate as `generate` does, with the decoding options in one object; `planned` is that of `start`."""
-        stream = self.start(
-            prompt,
-            options,
-            planned=planned,
-            drafter=drafter,
-            pieces=False,
-            probabilities=probabilities,
-        )
-        for _ in stream:
-            pass
-        return stream.result
+        return self.start(prompt, options, planned=planned, drafter=drafter, pieces=False).wait()
 
     def start(
         self,
@@ -337,7 +321,6 @@ class LLM:
         planned: Plan | None = None,
         drafter: Drafter | None = None,
         pieces: bool = True,
-        probabilities: bool = False,
         reuse: bool = False,
         ended: Callable[[str], None] | None = None,
     ) -> Stream:
@@ -367,7 +350,7 @@ class LLM:
             seq,
             text,
             pieces=pieces,
-            probabilities=probabilities,
+            probabilities=options.probabilities,
             guided=guided,
             stop_tokens=planned.stop_tokens,
             ended=ended,

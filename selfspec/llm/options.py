@@ -40,7 +40,8 @@ class Options:
     the model's own `generation_config`, then from `transformers`' defaults. The other options override the config.
     Without a `config`, `temperature` is 0, `top_k` and `top_p` are off, and `max_new_tokens` is 128. `settings`: other
     fields of a `GenerationConfig` by name, which override the fields of `config`. `adapter`: the name of one of the
-    model's adapters, or `base` for none (None: the default of `Adapters`).
+    model's adapters, or `base` for none (None: the default of `Adapters`). With `probabilities`, the generation's
+    `events` hold the target's probability of each token.
     """
 
     config: "GenerationConfig | None" = None
@@ -79,6 +80,7 @@ class Options:
     ] = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+    probabilities: bool = False
 
     def __post_init__(self) -> None:
         """Normalise equivalent values: integral floats, seed -1 (none), empty stop strings, nearly greedy sampling."""
@@ -139,15 +141,10 @@ def set_greedy(options: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions(Options):
-    """Decoding options and the further arguments of `LLM.generate` and `LLM.stream`.
-
-    `drafter` replaces the profile's drafter. With `probabilities`, the generation's `events` hold the target's
-    probability of each token.
-    """
+    """Decoding options of `LLM.generate` and `LLM.stream`; `drafter` replaces the profile's drafter."""
 
     _: KW_ONLY
     drafter: "Drafter | None" = None
-    probabilities: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +153,12 @@ class ManyOptions(Options):
 
     `batch_size`: the most prompts that are decoded at a time. `memory`: size of the KV cache in GiB (None: the default
     of `Batch`). `ended`: called with a prompt's index and generation when the prompt's generation ends.
-    `probabilities`: as in `GenerateOptions`.
     """
 
     _: KW_ONLY
     batch_size: int = 8
     memory: float | None = None
     ended: "Callable[[int, Generation], None] | None" = None
-    probabilities: bool = False
 
 
 def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, ...]:

@@ -55,9 +55,9 @@ class TokenLogprobs:
 class Request:
     """One prompt of a batch, with its options and its results so far.
 
-    `planned`: the plan of this prompt and these options; None: the plan is made here. `probabilities`: the generation's
-    events include the target's probabilities. `top`: keep the log probability of each new token in `logprobs`, and
-    those of the `top` most probable tokens at each position (None: keep none).
+    `planned`: the plan of this prompt and these options; None: the plan is made here. `top`: keep the log
+    probability of each new token in `logprobs`, and those of the `top` most probable tokens at each position (None:
+    keep none).
 
     Attributes: `prompt`, its token ids; `seq`, its sequence in the engine; `error`, why the request failed; `done`,
     whether the request has ended.
@@ -67,14 +67,7 @@ class Request:
     """
 
     def __init__(
-        self,
-        llm: Model,
-        prompt: Prompt,
-        options: Options,
-        *,
-        planned: Plan | None = None,
-        probabilities: bool = False,
-        top: int | None = None,
+        self, llm: Model, prompt: Prompt, options: Options, *, planned: Plan | None = None, top: int | None = None
     ) -> None:
         self.prompt = llm.encode(prompt)
         self.adapter = llm.adapters.named(options.adapter)
@@ -100,7 +93,7 @@ class Request:
         self.error: SelfspecError | None = None
         self.done = False
         self.logprobs: list[TokenLogprobs] = []
-        self._probabilities, self._top = probabilities, top
+        self._probabilities, self._top = options.probabilities, top
         self._spans = Spans(self._text, self.stats)
         self._finish = finish_of(
             self.seq, self._text, self.tokens, guided=options.guide is not None, stop_tokens=planned.stop_tokens

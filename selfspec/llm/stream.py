@@ -102,6 +102,12 @@ class Stream:
         """The text, tokens and statistics so far; they are final once the iteration has ended."""
         return Generation(self._text.text, list(self._tokens), self._stats, self._text)
 
+    def wait(self) -> Generation:
+        """Run the generation to its end and return it."""
+        for _ in self:
+            pass
+        return self.result
+
     def close(self) -> None:
         """End the generation now; emitted tokens stay in `result`."""
         self._pieces.close()

@@ -121,9 +121,7 @@ def method(
         begun = time.perf_counter()
         stream = llm.start(prompt, options, drafter=timed, pieces=False)
         ready = time.perf_counter()
-        for _ in stream:
-            pass
-        generation = stream.result
+        generation = stream.wait()
         synchronise(llm.runtime.device)
         stats = generation.stats
         stats.seconds = time.perf_counter() - begun

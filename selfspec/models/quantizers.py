@@ -7,14 +7,15 @@ each output and group of inputs. The scale and the zero point are rounded to bfl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.dispatch import device_of
-from selfspec.models.linears import Group
+from selfspec.models.families.base import Block, DenseMlp
+from selfspec.models.linears import Group, Into, Onto
 from selfspec.models.low_precision import GROUPS, QuantizedWeight
 from selfspec.types.methods import INT4_METHODS, Int4Method
 
@@ -59,6 +60,32 @@ class InputMoments:
             return InputMoments(self.squares / count, None, count)
         products = self.products.div_(count)
         return InputMoments(products.diagonal().clone(), products, count)
+
+
+def watched(block: Block, moments: Mapping[int, InputMoments]) -> Block:
+    """Return a block that runs alike, and adds the inputs of its linears to the moments, by the index of the group.
+
+    In every family, attention has two groups (queries, keys and values; output), and so has an MLP without experts.
+    """
+
+    def into(number: int, call: Into) -> Into:
+        def watch(x: Tensor, out: Tensor) -> object:
+            moments[number].add(x)
+            return call(x, out)
+
+        return watch if number in moments else call
+
+    def onto(number: int, call: Onto) -> Onto:
+        watch = into(number, lambda x, base: call(base, x))
+        return lambda base, x: watch(x, base)
+
+    attention = replace(
+        block.attention, qkv=into(0, block.attention.qkv), add=onto(1, block.attention.add), native=None
+    )
+    mlp = block.mlp
+    if isinstance(mlp, DenseMlp):
+        mlp = replace(mlp, into=into(2, mlp.into), down=onto(3, mlp.down), native=None)
+    return replace(block, attention=attention, mlp=mlp)
 
 
 def zero_moments(groups: Mapping[int, Group], *, products: bool) -> dict[int, InputMoments]:

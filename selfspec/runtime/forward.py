@@ -16,7 +16,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Block, SubLayer
 from selfspec.models.low_precision import Kernel
 from selfspec.models.native_library import KINDS, library
-from selfspec.models.quantizers import InputMoments, zero_moments
+from selfspec.models.quantizers import InputMoments, watched, zero_moments
 from selfspec.models.skeleton import Skeleton, read_skeleton
 from selfspec.models.triton_kernels.switch import triton_enabled
 from selfspec.runtime.attention_inputs import Masks, PassInputs, fused_backends, rotary_tables
@@ -29,7 +29,6 @@ from selfspec.runtime.eager_runner import EagerRunner
 from selfspec.runtime.native_bindings import ROWS
 from selfspec.runtime.native_runner import NativeRunner
 from selfspec.runtime.paged import BlockTables, cache_of
-from selfspec.runtime.watched_blocks import watched
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.tree_batch import PlacedDraft

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from selfspec.basics.checked_model import Json
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import files_in, kind, parse_json, read_text
-from selfspec.profile.schema import Profile
 from selfspec.types.stats import Round, acceptance_by_position
 
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -193,19 +192,6 @@ def _positions(shares: Sequence[float], method: str, temperature: float) -> pd.D
     rows = [(method, temperature, place, share, None) for place, share in zip(places, shares, strict=True)]
     frame = pd.DataFrame(rows, columns=["method", "temperature", "position", "acceptance", "drafts"])
     return frame.astype({"temperature": float, "position": int, "acceptance": float, "drafts": float})
-
-
-def skip_frame(profile: Profile) -> pd.DataFrame:
-    """Return a frame with a row for each sub-layer of a profile's model, layers counted from 0.
-
-    `part`: `attention` or `mlp`. `mode`: how the sub-layer runs while drafting: `full`, `int8`, `int4` or `skip`.
-    `skipped`: whether the mode is `skip`.
-    """
-    layers = profile.model.layers
-    modes = profile.path.modes(layers)
-    parts = [("attention", modes[:layers]), ("mlp", modes[layers:])]
-    rows = [(layer, part, mode == "skip", mode) for part, row in parts for layer, mode in enumerate(row)]
-    return pd.DataFrame(rows, columns=["layer", "part", "skipped", "mode"])
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -172,11 +172,6 @@ class Outcome:
     p: Tensor | None = None
 
     @property
-    def target_distributions(self) -> Tensor | None:
-        """The target distributions `[len(path) + 1, V]` for the path's tokens and the next token, not residual ones."""
-        return None if self.p is None else self.p[[0, *(node + 1 for node in self.path)]]
-
-    @property
     def accepted(self) -> int:
         """The number of drafted tokens that were emitted."""
         return min(len(self.path), len(self.tokens))

@@ -111,9 +111,7 @@ class ToyBatch:
         """Whether there is nothing to do."""
         return not (self.running or self.waiting)
 
-    def add(
-        self, prompt: Any, options: Any, *, planned: Any = None, probabilities: bool = False, top: int | None = None
-    ) -> ToyRequest:
+    def add(self, prompt: Any, options: Any, *, planned: Any = None, top: int | None = None) -> ToyRequest:
         """As `Batch.add`."""
         if len(prompt) > PLACES // 8:
             raise SelfspecError(f"a prompt of {len(prompt)} tokens never fits")

@@ -12,9 +12,8 @@ from functools import lru_cache, partial
 from heads import random_head
 from models import small
 from stores import babble, stored
-from toys import Adding, HiddenHead, Lockstep, RandomTree, Staged
+from toys import Adding, Doubled, HiddenHead, Lockstep, RandomTree, Staged
 from trained import learnt
-from words import Doubled
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
 from selfspec.drafters import (

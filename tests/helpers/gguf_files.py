@@ -14,6 +14,7 @@ from gguf_weights import quantize
 from transformers import PreTrainedConfig
 
 from selfspec import builtin
+from selfspec.export.gguf_files import NAMES as LLAMA_NAMES
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -27,22 +28,13 @@ ARCHITECTURES = {
 }
 """Names of architectures that are not the model's type."""
 NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+    **LLAMA_NAMES,
     "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
@@ -51,8 +43,6 @@ NAMES = {
     "mlp.experts.gate": "ffn_gate_exps",
     "mlp.experts.up": "ffn_up_exps",
     "mlp.experts.down": "ffn_down_exps",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
 }
 """Tensors by the module's name."""
 AFTER = {

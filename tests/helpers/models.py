@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
+from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.engine import Engine, decode
 from selfspec.runtime.base import Runtime
@@ -184,3 +185,13 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def adapted(seed: int) -> Any:
+    """The built-in model with low-rank changes to its attention and its down projections, which change what it says."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(str(builtin.model_folder()), dtype=torch.float32)
+    changed = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(base, changed).eval()

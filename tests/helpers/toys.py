@@ -1,4 +1,4 @@
-"""Toy drafters that hold the interface wide open, and a sampler that branches over all outcomes."""
+"""Toy drafters that hold the interface wide open, toy vocabularies, and a sampler that branches over all outcomes."""
 
 from __future__ import annotations
 
@@ -154,6 +154,11 @@ class Lockstep(Toy):
         ]
 
 
+def target_distributions(outcome: Outcome) -> Tensor | None:
+    """The target's distributions `[len(path) + 1, V]` for the path's tokens and the next token, not residual ones."""
+    return None if outcome.p is None else outcome.p[[0, *(node + 1 for node in outcome.path)]]
+
+
 class Staged(Toy):
     """A round within a round: another model checks what a free drafter proposes, and what it emits is the draft.
 
@@ -196,7 +201,7 @@ class Staged(Toy):
 
     def made(self, outcome: Outcome) -> Draft:
         """The draft that an inner round comes to."""
-        laws = outcome.target_distributions
+        laws = target_distributions(outcome)
         return Draft.chain(outcome.tokens, q=None if laws is None else laws[: len(outcome.tokens)])
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -333,3 +338,26 @@ class AddingReader:
             tokens.append(total % self.of.vocabulary)
             total += tokens[-1]
         return Proposal(tokens, [self.of.chance] * most)
+
+
+class Renamed:
+    """A draft model's vocabulary, in which token i is order[i]; the tokens `shared` (all) may be drafted."""
+
+    def __init__(self, order, shared=None):
+        self.order = order
+        self.ours = torch.tensor(sorted(range(len(order)) if shared is None else shared))
+        self.theirs = torch.tensor([order[i] for i in self.ours.tolist()])
+
+    def read(self, tokens):
+        return [self.order[token] for token in tokens]
+
+
+class Doubled:
+    """A draft model's vocabulary, in which token i is the tokens i, i + size; each can be drafted by its first."""
+
+    def __init__(self, size):
+        self.size = size
+        self.ours = self.theirs = torch.arange(size)
+
+    def read(self, tokens):
+        return [one for token in tokens for one in (token, token + self.size)]

@@ -19,8 +19,8 @@ from selfspec.controllers import AdaptiveThreshold, FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, LookupDrafter
 from selfspec.engine.engine import Engine, decode
 from selfspec.proposers.lookup import Lookup
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState

@@ -147,10 +147,6 @@ class Worker:
         raise SystemExit(f"the worker of {self.root} ended")
 
 
-def _speed(answer: dict[str, Any]) -> float:
-    return float(answer["tokens"] / answer["seconds"])
-
-
 def ratios(workers: list[Worker], place: str, method: str, temperature: float) -> list[float]:
     """New / old for each prompt: tokens per second, the median over turns."""
     options = {"max_new_tokens": NEW_TOKENS[place], "temperature": temperature, "seed": 1 if temperature else None}

@@ -38,8 +38,8 @@ from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.models.layout import apply_layout_
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.draft_path import FULL, DraftPath
 
@@ -67,7 +67,6 @@ def shape(hidden: int, inner: int, layers: int, heads: int, kv: int, words: int,
 
 
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-THREE_OF_FOUR = [*["linear_attention"] * 3, "full_attention"]
 LEAN = {
     "llama": shape(960, 2560, 32, 15, 5, 49152),
     "qwen2": shape(896, 4864, 16, 14, 2, 151936),

@@ -35,22 +35,9 @@ from heads import random_head
 from models import tiny
 
 import selfspec
-from selfspec import builtin
+from selfspec import builtin, drafters
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.draft_modules.registry import HEADS
-from selfspec.drafters import (
-    ClaspDrafter,
-    Drafter,
-    InputDrafter,
-    JacobiDrafter,
-    LayerSkipDrafter,
-    LookaheadDrafter,
-    LookupDrafter,
-    MergedDrafter,
-    PlainDrafter,
-    RecycleDrafter,
-    SwiftDrafter,
-)
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
@@ -58,6 +45,7 @@ from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PROBABILITY, Confidence, PayoffModel
@@ -137,7 +125,7 @@ def drafter(draw: random.Random, runtime: Runtime) -> tuple[str, Drafter]:
         kind, drawn = path(draw, layers, vocabulary)
         lookup = draw.random() < 0.4
         head = draw.choice(["eagle", "mtp"]) if below else None
-        made = LayerSkipDrafter(
+        made = drafters.LayerSkipDrafter(
             runtime,
             drawn,
             controller(draw),
@@ -156,14 +144,16 @@ def drafter(draw: random.Random, runtime: Runtime) -> tuple[str, Drafter]:
 
     def free() -> tuple[str, Drafter]:
         makers = {
-            "lookup": lambda: LookupDrafter([Lookup()], controller(draw)),
-            "recycle": lambda: RecycleDrafter(controller(draw), candidates=draw.randrange(1, 4)),
-            "input": lambda: InputDrafter(controller(draw)),
-            "jacobi": lambda: JacobiDrafter(draw.choice(["jacobi", "gauss-seidel", "hybrid"])),
-            "lookahead": lambda: LookaheadDrafter(window=3, ngram=3, guesses=2),
-            "swift": lambda: SwiftDrafter(runtime, controller(draw), window=6, every=1, candidates=2),
-            "clasp": lambda: ClaspDrafter(runtime, controller(draw), skip=layers - 1, every=1),
-            "merged": lambda: MergedDrafter([along()[1], LookupDrafter([Lookup()], controller(draw)), head()[1]]),
+            "lookup": lambda: drafters.LookupDrafter([Lookup()], controller(draw)),
+            "recycle": lambda: drafters.RecycleDrafter(controller(draw), candidates=draw.randrange(1, 4)),
+            "input": lambda: drafters.InputDrafter(controller(draw)),
+            "jacobi": lambda: drafters.JacobiDrafter(draw.choice(["jacobi", "gauss-seidel", "hybrid"])),
+            "lookahead": lambda: drafters.LookaheadDrafter(window=3, ngram=3, guesses=2),
+            "swift": lambda: drafters.SwiftDrafter(runtime, controller(draw), window=6, every=1, candidates=2),
+            "clasp": lambda: drafters.ClaspDrafter(runtime, controller(draw), skip=layers - 1, every=1),
+            "merged": lambda: drafters.MergedDrafter(
+                [along()[1], drafters.LookupDrafter([Lookup()], controller(draw)), head()[1]]
+            ),
         }
         name = draw.choice(list(makers))
         return name, makers[name]()
@@ -212,14 +202,14 @@ def conversation(runtime: Runtime, drafting: Drafter, turns: Sequence[Any]) -> l
 def greedily(name: str, prompt: tuple[int, ...]) -> list[int]:
     """Plain greedy decoding of a prompt, as long as a text may be."""
     at = target(name)
-    return alone(at.alone, PlainDrafter(), prompt, at.room, None)
+    return alone(at.alone, drafters.PlainDrafter(), prompt, at.room, None)
 
 
 def plainly(name: str, prompt: Sequence[int], room: int, seed: int | None) -> list[int]:
     """The new tokens of plain decoding."""
     if seed is None:
         return greedily(name, tuple(prompt))[:room]
-    return alone(target(name).alone, PlainDrafter(), prompt, room, seed)
+    return alone(target(name).alone, drafters.PlainDrafter(), prompt, room, seed)
 
 
 def batch(
@@ -251,7 +241,7 @@ def run(case: Case) -> dict[str, Any]:
     if how == "conversation":
         room = (runtime.skeleton.context - sum(len(prompt) for prompt, _, _ in texts)) // len(texts)
         texts = [(prompt, min(new, room), seed) for prompt, new, seed in texts]
-        found, expected = (conversation(runtime, each, texts) for each in (drafting, PlainDrafter()))
+        found, expected = (conversation(runtime, each, texts) for each in (drafting, drafters.PlainDrafter()))
     elif how == "batch":
         together = batch(draw, runtime, drafting, texts)
         found, expected = [new for new, _ in together], [plainly(name, *text) for text in texts]

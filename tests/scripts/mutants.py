@@ -58,10 +58,9 @@ MUTANTS = (
         "drafters/test_guard.py",
     ),
     Mutant(
-        "profile: a draft model's confidence is dropped",
+        "profile: the confidence of autoregressive drafters is dropped",
         "selfspec/drafters/registry.py",
-        "controller, confidence = make_controller(spec.controller, profile.payoff), spec.confidence or PROBABILITY",
-        "controller, confidence = make_controller(spec.controller, profile.payoff), PROBABILITY",
+        "\"confidence\": spec.confidence or PROBABILITY", "\"confidence\": PROBABILITY",
         "drafters/test_every_field.py",
     ),
     # -- acceptance
@@ -279,12 +278,9 @@ MUTANTS = (
     ),
     # -- profiles
     Mutant(
-        "profile: candidates of a path are dropped",
+        "profile: candidates of autoregressive drafters are dropped",
         "selfspec/drafters/registry.py",
-        "        candidates=spec.candidates,\n        confidence=spec.confidence or PROBABILITY,\n"
-        "        proposer_chain=make_proposer_chain(profile.local_proposers(spec), wider, ",
-        "        confidence=spec.confidence or PROBABILITY,\n"
-        "        proposer_chain=make_proposer_chain(profile.local_proposers(spec), wider, ",
+        "        \"candidates\": spec.candidates,\n", "",
         "drafters/test_every_field.py",
     ),
     # -- the server's accounts

@@ -32,8 +32,8 @@ from selfspec.drafters import Drafter, LayerSkipDrafter, LookupDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.proposers.lookup import Lookup
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState

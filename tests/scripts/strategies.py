@@ -20,11 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from selfspec.search.context import SearchContext
 from selfspec.search.continuations import DecodingSettings, choose
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import ReplayObjective, WallClockObjective
 from selfspec.search.options import SearchOptions
-from selfspec.search.prepare import Search, prepare_replay
+from selfspec.search.prepare import prepare_replay
 from selfspec.search.space import Space
 from selfspec.search.strategies import STRATEGIES, Problem, make_strategy
 
@@ -49,7 +50,7 @@ def prepared(llm, costs, seed, held):
     ledger = Ledger(settings={})
     ledger.keep_costs(costs)
     space = Space(llm.runtime.layers)
-    return prepare_replay(Search(llm, space, DECODING, texts, seed, ledger), held, None, None, True)
+    return prepare_replay(SearchContext(llm, space, DECODING, texts, seed, ledger), held)
 
 
 def as_dict(score, seconds):
@@ -62,13 +63,13 @@ def run_strategy(llm, costs, costing, name, seed, trials):
     """Improvements with the seconds at which they came, and seconds in all."""
     with ExitStack() as held:
         start = time.perf_counter() - costing
-        worth, problem, _, _ = prepared(llm, costs, seed, held)
-        strategy = make_strategy(name, problem)
+        worth = prepared(llm, costs, seed, held)
+        strategy = make_strategy(name, worth.problem)
         known, best = {}, []
         for _ in range(trials):
             skip = strategy.ask()
             if skip not in known:
-                known[skip] = worth.score(skip)
+                known[skip] = worth.objective.score(skip)
             score = known[skip]
             strategy.tell(skip, score.tokens_per_second)
             if not score.pruned and (not best or score.speedup > best[-1]["score"]):
@@ -94,11 +95,11 @@ def run_recipe(llm, costs, minutes):
             incumbents.append((time.perf_counter() - start, score))
     seconds = time.perf_counter() - start
     with ExitStack() as held:
-        _, _, costs, replay = prepared(llm, costs, 0, held)
+        known = prepared(llm, costs, 0, held)
         best = []
         for at, score in incumbents:
             # Nothing compares it with another: a set of its own is never pruned.
-            again = ReplayObjective(replay, costs).score(score.skip)
+            again = ReplayObjective(known.replay, known.costs).score(score.skip)
             best.append({**as_dict(score, at), "timed": score.speedup, "score": again.speedup})
     return {"best": best, "seconds": round(seconds, 1), "trials": trials}
 

@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
-from quick import llm as llm
-from quick import llm64 as llm64
-from quick import whole as whole
+import pytest
 from told import costs_are_told as costs_are_told
+
+import selfspec
+from selfspec.training.distill import keep_layers
+
+LAYERS = 6
+
+
+def quick(dtype: str) -> selfspec.LLM:
+    """The built-in model with some of its layers alone, without a profile."""
+    model = selfspec.load("builtin", profile="none", dtype=dtype)
+    return selfspec.wrap(keep_layers(model.model, LAYERS), model.tokenizer, profile="none")
+
+
+@pytest.fixture(scope="session")
+def whole() -> selfspec.LLM:
+    """The built-in model in float32, with all of its layers."""
+    return selfspec.load("builtin", profile="none")
+
+
+@pytest.fixture(scope="session")
+def llm() -> selfspec.LLM:
+    """Some layers of the built-in model, in float32."""
+    return quick("float32")
+
+
+@pytest.fixture(scope="session")
+def llm64() -> selfspec.LLM:
+    """Some layers of the built-in model, in float64."""
+    return quick("float64")

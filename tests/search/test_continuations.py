@@ -8,7 +8,7 @@ from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from selfspec.search.budget import Deadline
-from selfspec.search.continuations import FEWEST, DecodingSettings, choose, continue_prompts, record
+from selfspec.search.continuations import FEWEST, DecodingSettings, PromptSet, choose, continue_prompts, record
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
@@ -268,6 +268,7 @@ def test_the_built_in_prompts():
 
 
 def test_the_record_hashes_token_ids():
-    a = record("s", [[1, 2], [3]])
+    chosen, other = (PromptSet(source, (), (), held_out=False, available=3) for source in "st")
+    a = record(chosen, [[1, 2], [3]])
     assert (a.prompts, a.tokens) == (2, 3)
-    assert a.sha256 == record("t", [[1, 2], [3]]).sha256 != record("s", [[1], [2, 3]]).sha256
+    assert a.sha256 == record(other, [[1, 2], [3]]).sha256 != record(chosen, [[1], [2, 3]]).sha256

@@ -50,9 +50,7 @@ def test_a_search_measures_them_without_warm_starts_and_however_slow(monkeypatch
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(finalists, "measure", measured_as(1.3))
     monkeypatch.setattr(finalists, "WITHIN_REACH", 100.0)
-    monkeypatch.setattr(
-        study, "best_rescored", lambda search, costs, fixed, prompts, scores: seen.extend(scores) or scores[0]
-    )
+    monkeypatch.setattr(study, "best_rescored", lambda search, costs, prompts, scores: seen.extend(scores) or scores[0])
     seen: list[Score] = []
     llm = selfspec.load("builtin", profile="none")
     profile = find_profile(

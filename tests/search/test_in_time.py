@@ -8,6 +8,7 @@ import pytest
 from selfspec.search import finalists, find_profile, prepare, study
 from selfspec.search.budget import Budget, Deadline
 from selfspec.search.callbacks import SilentSearch
+from selfspec.search.context import SearchContext
 from selfspec.search.continuations import FEWEST, DecodingSettings
 from selfspec.search.forecast import Pace
 from selfspec.search.ledger import Ledger, ScoredTexts
@@ -187,7 +188,7 @@ def test_whoever_decides_on_the_texts_first_decides_for_all(llm, tmp_path):
             Ledger(place, settings={}).keep_texts(theirs)
 
     prompts = tuple(llm.encode(prompt) for prompt in ("import os\n", "class A:\n", "def f(x):\n"))
-    mine = prepare.Search(
+    mine = SearchContext(
         llm, Space(llm.runtime.layers), DecodingSettings(12), prompts, 0, Ledger(place, settings={}), watch=Watch()
     )
     texts = prepare._continued(mine)
@@ -218,9 +219,7 @@ class TestMeasuring:
 
     @pytest.fixture
     def asked(self, llm):
-        search = prepare.Search(
-            llm, Space(16), DecodingSettings(64), (), 0, Ledger(settings={}), pace=Pace(0.01, 0.001)
-        )
+        search = SearchContext(llm, Space(16), DecodingSettings(64), (), 0, Ledger(settings={}), pace=Pace(0.01, 0.001))
         prompts = [[1] * 41] * 8
 
         def tokens(seconds, methods=2):

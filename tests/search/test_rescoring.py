@@ -6,12 +6,12 @@ import pytest
 from selfspec.search import finalists, find_profile, prepare
 from selfspec.search.budget import Budget
 from selfspec.search.callbacks import SilentSearch
+from selfspec.search.context import SearchContext
 from selfspec.search.continuations import DecodingSettings
 from selfspec.search.finalists import CLEARLY, best_rescored
 from selfspec.search.forecast import FINALISTS, Pace
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
-from selfspec.search.prepare import Search
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
 
@@ -40,7 +40,7 @@ def llm():
 @pytest.fixture
 def search(llm):
     def made(**given):
-        return Search(
+        return SearchContext(
             llm=llm,
             space=Space(llm.runtime.layers),
             decoding=DecodingSettings(8),
@@ -73,7 +73,7 @@ class Told:
 
 def test_the_best_by_other_texts_is_taken_as_it_was_scored(search, monkeypatch):
     monkeypatch.setattr(finalists, "ReplayObjective", Told)
-    assert best_rescored(search(), COSTS, None, PROMPTS, SCORES) is SCORES[1]
+    assert best_rescored(search(), COSTS, PROMPTS, SCORES) is SCORES[1]
     assert [path for path, _ in Told.asked] == PATHS
     assert Told.asked[0][1] == [tuple(prompt) for prompt in PROMPTS]
 
@@ -82,7 +82,7 @@ def test_every_finalist_is_named_with_its_speed_on_other_texts(search, monkeypat
     monkeypatch.setattr(finalists, "ReplayObjective", Told)
     watch, said = SilentSearch(), []
     watch.say = said.append
-    best_rescored(search(watch=watch), COSTS, None, PROMPTS, SCORES)
+    best_rescored(search(watch=watch), COSTS, PROMPTS, SCORES)
     assert said == [
         f"finalist: {path.summary}: {speed:.2f}x predicted on other texts" for path, speed in Told.speeds.items()
     ]
@@ -96,18 +96,18 @@ def test_what_a_search_starts_from_stays_unless_another_is_clearly_faster(search
     monkeypatch.setattr(finalists, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "speeds", {PATHS[0]: 1.0 + better, start: 1.0})
     scores = [SCORES[0], scored(start, 1.0)]
-    assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[kept]
+    assert best_rescored(given, COSTS, PROMPTS, scores) is scores[kept]
 
 
 def test_a_real_replay_of_other_texts_decides(search):
     """Of three sub-layers of random weights, one is worth most on these texts, whichever comes first."""
-    found = {best_rescored(search(), COSTS, None, PROMPTS, order).path for order in (SCORES, SCORES[::-1])}
+    found = {best_rescored(search(), COSTS, PROMPTS, order).path for order in (SCORES, SCORES[::-1])}
     assert len(found) == 1
 
 
 def test_one_alone_is_taken(search, monkeypatch):
     monkeypatch.delattr(finalists, "ReplayObjective")
-    assert best_rescored(search(), COSTS, None, PROMPTS, SCORES[:1]) is SCORES[0]
+    assert best_rescored(search(), COSTS, PROMPTS, SCORES[:1]) is SCORES[0]
 
 
 class Clock:
@@ -125,7 +125,7 @@ def test_without_time_for_other_texts_it_stays_too(search, better, kept):
     given = search(budget=Budget(0.0), pace=Pace(1.0, 0.1))
     start = given.space.path(given.space.start)
     scores = [scored(PATHS[0], 1.0 + better), scored(PATHS[1], 1.0), scored(start, 1.0)]
-    assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[2 if kept else 0]
+    assert best_rescored(given, COSTS, PROMPTS, scores) is scores[2 if kept else 0]
 
 
 def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_the_best(search, monkeypatch):
@@ -137,7 +137,7 @@ def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_th
     start = given.space.path(given.space.start)
     monkeypatch.setattr(Told, "speeds", {**dict.fromkeys(PATHS, 1.0), start: 3.0})
     scores = [*SCORES, scored(start, 0.5)]
-    assert best_rescored(given, COSTS, None, PROMPTS, scores) is scores[3]
+    assert best_rescored(given, COSTS, PROMPTS, scores) is scores[3]
     assert [path for path, _ in Told.asked][:2] == [PATHS[0], start]
 
 
@@ -148,7 +148,7 @@ def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, b
     monkeypatch.setattr(Told, "clock", clock)
     monkeypatch.setattr(Told, "each", 10.0)
     given = search(budget=Budget(seconds, clock=clock), pace=Pace(1.0, 0.1))
-    assert best_rescored(given, COSTS, None, PROMPTS, SCORES) is SCORES[best]
+    assert best_rescored(given, COSTS, PROMPTS, SCORES) is SCORES[best]
 
 
 def test_time_may_end_after_some_of_them(search, monkeypatch):
@@ -159,7 +159,7 @@ def test_time_may_end_after_some_of_them(search, monkeypatch):
     budget = Budget(60.0, clock=clock)
     allowed = budget.share("choosing")
     given = search(budget=budget, pace=Pace(1e-3, 1e-4))
-    assert best_rescored(given, COSTS, None, PROMPTS, SCORES).path in PATHS
+    assert best_rescored(given, COSTS, PROMPTS, SCORES).path in PATHS
     assert 1 <= len(Told.asked) < len(SCORES)
     assert clock.now <= allowed + 10.0
 
@@ -174,7 +174,7 @@ def test_time_may_end_while_the_texts_are_made(search, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(finalists, "ReplayObjective", Told)
     given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4), watch=Slow())
-    assert best_rescored(given, COSTS, None, PROMPTS, SCORES) is SCORES[0]
+    assert best_rescored(given, COSTS, PROMPTS, SCORES) is SCORES[0]
     assert Told.asked == []
 
 

@@ -342,7 +342,7 @@ def test_the_profile_says_what_was_drawn(llm, clockless):
 
 def test_a_template_stays_whole_where_a_prompt_is_cut(llm, clockless, monkeypatch):
     seen = []
-    monkeypatch.setattr(study, "record", lambda source, texts, **_: seen.extend(texts) or record(source, texts))
+    monkeypatch.setattr(study, "record", lambda chosen, texts: seen.extend(texts) or record(chosen, texts))
     given = Prompts("mine.jsonl", ("Code: " + "import os\n" * 2000 + "Docstring:",), None, "Code: {code}Docstring:")
     search(llm, prompts=given, trials=1)
     text = llm.tokenizer.decode(seen[0])
@@ -354,8 +354,9 @@ def test_prompts_as_chat_messages(llm, clockless, monkeypatch):
     prompts = ["def f():\n", "class A:\n"]
     found, plain = (search(llm, prompts=prompts, trials=1, chat=chat).calibration for chat in (True, False))
     assert (found.chat, plain.chat) == (True, False)
-    texts = [llm.encode(f"User: {prompt}\nYou:") for prompt in choose(prompts, source="", count=3, seed=0).search]
-    assert found.sha256 == record("", texts).sha256 != plain.sha256
+    chosen = choose(prompts, source="", count=3, seed=0)
+    texts = [llm.encode(f"User: {prompt}\nYou:") for prompt in chosen.search]
+    assert found.sha256 == record(chosen, texts).sha256 != plain.sha256
 
 
 @pytest.mark.parametrize(

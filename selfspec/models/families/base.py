@@ -165,18 +165,31 @@ class Mlp(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """The MLP down(act(gate(x)) * up(x)) of the normalised residual stream x; `act` may overwrite its input.
+class DenseMlp:
+    """The MLP down(act(into(x))) of the normalised residual stream x; `act` may overwrite its input.
 
-    `native` describes the MLP for native passes; None: they cannot compute it. `gated`, if not None, computes
-    act(gate(x)) * up(x) at once for up to `ROWS` rows.
+    `native` describes the MLP for native passes; None: they cannot compute it.
     """
 
     norm: Norm
-    gate_up: Into
+    into: Into
     act: Call
     down: Onto
     native: NativeMlp | None = None
+
+    def run(self, work: Workspace) -> None:
+        """Add the MLP's output to the residual stream."""
+        self.into(self.norm(work.stream, work.stream_with_eps, work.normed), work.activated)
+        self.down(work.stream, self.act(work.activated))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp(DenseMlp):
+    """The MLP down(act(gate(x)) * up(x)): `into` computes gate and up, side by side.
+
+    `gated`, if not None, computes act(gate(x)) * up(x) at once for up to `ROWS` rows.
+    """
+
     gated: Into | None = None
 
     def run(self, work: Workspace) -> None:
@@ -186,7 +199,7 @@ class GatedMlp:
             self.gated(x, work.activated)
             self.down(work.stream, work.activated)
             return
-        self.gate_up(x, work.gate_up)
+        self.into(x, work.gate_up)
         self.down(work.stream, torch.mul(self.act(work.gate), work.up, out=work.activated))
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from selfspec.models.families.base import Attention, Block, GatedMlp, Mlp, NativeMlp, Rotary, Workspace
+from selfspec.models.families.base import Attention, Block, DenseMlp, GatedMlp, Mlp, Rotary
 from selfspec.models.linears import Call, Into, Onto, linear
-from selfspec.models.norms import Norm
 
 Part = TypeVar("Part", Attention, GatedMlp)
 
@@ -129,22 +128,6 @@ def softmax(scores: Tensor) -> Tensor:
     return scores.softmax(-1, torch.float32).to(scores.dtype) if half else scores.softmax(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainMlp:
-    """The MLP down(act(up(x))) of the normalised residual stream x."""
-
-    norm: Norm
-    up: Into
-    act: Call
-    down: Onto
-    native: NativeMlp | None = None
-
-    def run(self, work: Workspace) -> None:
-        """Add the MLP's output to the residual stream."""
-        self.up(self.norm(work.stream, work.stream_with_eps, work.normed), work.activated)
-        self.down(work.stream, self.act(work.activated))
-
-
 class ParallelBlock(Block):
     """A block whose sub-layers both read the layer's input, each through its own norm or both through the same norm."""
 
@@ -152,7 +135,7 @@ class ParallelBlock(Block):
         """Return the sub-layers to run; if both do, attention's norm leaves the MLP's input in `Workspace.normed`."""
         if not (attention and mlp):
             return (self.attention if attention else None), (self.mlp if mlp else None)
-        assert isinstance(self.mlp, GatedMlp | PlainMlp)
+        assert isinstance(self.mlp, DenseMlp)
         first, second = self.attention.norm, self.mlp.norm
 
         def of_both(x: Tensor, x_with_eps: Tensor, out: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Attention, AttentionSpec, Block, Layer, Mlp, NativeAttention, Parts, Rope
 from selfspec.models.families.cohere2 import parallel
-from selfspec.models.families.llama import Llama, body_of
-from selfspec.models.families.starcoder2 import plain_mlp
+from selfspec.models.families.llama import Llama, body_of, dense_mlp
 from selfspec.models.linears import Group, Into, linear, linear_onto
 from selfspec.models.norms import Norms
 
@@ -50,7 +49,7 @@ class GptNeoX(Llama):
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, without a gate."""
-        return plain_mlp(layer, norms, layer.module.mlp.act)
+        return dense_mlp(layer, norms, layer.module.mlp.act)
 
     def block(self, layer: Layer, norms: Norms) -> Block:
         """Return a layer's block, parallel or sequential by its `use_parallel_residual`."""

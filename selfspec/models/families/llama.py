@@ -22,6 +22,7 @@ from selfspec.models.families.base import (
     Attention,
     AttentionSpec,
     Block,
+    DenseMlp,
     GatedMlp,
     Layer,
     Mlp,
@@ -158,23 +159,21 @@ def body_of(model: Any, name: str) -> Any:
 
 def gated_mlp(layer: Layer, norms: Norms, act_fn: Any) -> GatedMlp:
     """Return a layer's MLP with `act_fn` as the activation of its gate."""
-    gate_up, down = layer.groups[2:]
+    mlp = dense_mlp(layer, norms, act_fn, gate=True)
+    fused = gated(layer.groups[2].modules) if activation(act_fn)[1] == "silu" else None
+    return GatedMlp(mlp.norm, mlp.into, mlp.act, mlp.down, mlp.native, fused)
+
+
+def dense_mlp(layer: Layer, norms: Norms, act_fn: Any, *, gate: bool = False) -> DenseMlp:
+    """Return a layer's MLP as if without a gate, with `act_fn` between its linears; `gate`: whether it has a gate."""
+    into, down = layer.groups[2:]
     act, kind = activation(act_fn)
-    return GatedMlp(
-        norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
-        gate_up=side_by_side(gate_up.modules),
-        act=act,
-        down=linear_onto(down.module),
-        native=native_mlp(layer, norms, kind),
-        gated=gated(gate_up.modules) if kind == "silu" else None,
-    )
-
-
-def native_mlp(layer: Layer, norms: Norms, kind: Activation | None, *, gated: bool = True) -> NativeMlp:
-    """Return the description of a layer's MLP for native passes."""
-    into, onto = layer.groups[2:]
-    return NativeMlp(
-        into=into.modules, onto=onto.module, before=norms.data(layer.norms[1]), activation=kind, gated=gated
+    return DenseMlp(
+        norms.read(layer.norms[1], device_of(layer.norms[0])),
+        side_by_side(into.modules),
+        act,
+        linear_onto(down.module),
+        NativeMlp(into=into.modules, onto=down.module, before=norms.data(layer.norms[1]), activation=kind, gated=gate),
     )
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from selfspec.models.dispatch import device_of
 from selfspec.models.families.base import Layer, Mlp
-from selfspec.models.families.common import PlainMlp
-from selfspec.models.families.llama import Llama, activation, native_mlp
-from selfspec.models.linears import linear_onto, side_by_side
+from selfspec.models.families.llama import Llama, dense_mlp
 from selfspec.models.norms import Norms
 
 
@@ -19,17 +14,4 @@ class Starcoder2(Llama):
 
     def mlp(self, layer: Layer, norms: Norms) -> Mlp:
         """Return a layer's MLP, without a gate."""
-        return plain_mlp(layer, norms, layer.module.mlp.act)
-
-
-def plain_mlp(layer: Layer, norms: Norms, act: Any) -> PlainMlp:
-    """Return an MLP of two linears with `act` between them."""
-    up, down = layer.groups[2:]
-    call, kind = activation(act)
-    return PlainMlp(
-        norm=norms.read(layer.norms[1], device_of(layer.norms[0])),
-        up=side_by_side(up.modules),
-        act=call,
-        down=linear_onto(down.module),
-        native=native_mlp(layer, norms, kind, gated=False),
-    )
+        return dense_mlp(layer, norms, layer.module.mlp.act)

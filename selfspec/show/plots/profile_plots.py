@@ -148,9 +148,7 @@ def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
     front = known[known["on_front"]].sort_values("draft_cost")
     with styled():
         figure, (axes,) = subplots(width=width)
-        _trials(axes, known, "draft_cost", "acceptance_rate")
-        axes.plot(front["draft_cost"], front["acceptance_rate"], color=BLUE, marker="o", label="Pareto front")
-        _fastest(axes, known, "draft_cost", "acceptance_rate")
+        _trials_and_line(axes, known, "draft_cost", "acceptance_rate", front, "Pareto front")
         axes.set_xlabel("draft cost: a draft step, in plain decode steps")
         axes.set_ylabel("drafted tokens accepted")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
@@ -164,9 +162,7 @@ def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Fig
     best = completed.loc[completed.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
     with styled():
         figure, (axes,) = subplots(width=width)
-        _trials(axes, frame, "skipped", "speedup")
-        axes.plot(best["skipped"], best["speedup"], color=BLUE, marker="o", label="best by number skipped")
-        _fastest(axes, frame, "skipped", "speedup")
+        _trials_and_line(axes, frame, "skipped", "speedup", best, "best by number skipped")
         axes.set_xlabel("sub-layers skipped while drafting")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _speedup(axes)
@@ -187,6 +183,13 @@ def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
         _speedup(axes)
         _legend_above(axes)
     return figure
+
+
+def _trials_and_line(axes: Axes, frame: pd.DataFrame, x: str, y: str, line: pd.DataFrame, label: str) -> None:
+    """Plot column `y` against column `x`: all trials of `frame`, those in `line` joined, and the fastest trial."""
+    _trials(axes, frame, x, y)
+    axes.plot(line[x], line[y], color=BLUE, marker="o", label=label)
+    _fastest(axes, frame, x, y)
 
 
 def _trials(axes: Axes, frame: pd.DataFrame, x: str, y: str) -> None:

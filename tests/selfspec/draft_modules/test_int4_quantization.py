@@ -62,6 +62,21 @@ def written(runtime, file, method="weighted", *, texts=TEXTS, group=64, **option
     return open_int4(runtime, file)
 
 
+def inputs_of(model, modules):
+    """What hooks see go into each module, `[N, in]` a call, while `transformers` runs one text after the other."""
+    seen = [[] for _ in modules]
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, own=own: own.append(args[0].flatten(0, -2)))
+        for module, own in zip(modules, seen, strict=True)
+    ]
+    with torch.no_grad():
+        for ids in TEXTS:
+            model(torch.tensor([ids]), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_moments_are_those_of_the_inputs_in_every_family(name, tmp_path, monkeypatch):
     """As hooks on the modules see them in transformers' own passes; experts are left out."""
@@ -71,15 +86,9 @@ def test_moments_are_those_of_the_inputs_in_every_family(name, tmp_path, monkeyp
     ]
     linears = [group.modules[0] for layer in LeanRuntime(model).skeleton.parts.layers for group in layer.groups]
     expected = [InputMoments.zeros(linear.in_features, torch.device("cpu"), products=True) for linear in linears]
-    handles = [
-        linear.register_forward_pre_hook(lambda _, args, own=own: own.add(args[0].flatten(0, -2)))
-        for linear, own in zip(linears, expected, strict=True)
-    ]
-    with torch.no_grad():
-        for ids in TEXTS:
-            model(torch.tensor([ids]), use_cache=False)
-    for handle in handles:
-        handle.remove()
+    for own, inputs in zip(expected, inputs_of(model, linears), strict=True):
+        for x in inputs:
+            own.add(x)
     seen = []
 
     def watched(weight, method, moments, *, group):
@@ -195,19 +204,8 @@ def test_moments_are_those_of_the_inputs_of_any_model(model_type):
     model = tiny_model(model_type)
     runtime = GenericRuntime(model)
     groups = [runtime.skeleton.quantizer.int4_groups(layer) for layer in range(runtime.layers)]
-    watched = [
-        (layer, number, group.replaced[0]) for layer in range(runtime.layers) for number, group in groups[layer].items()
-    ]
-    seen = {(layer, number): [] for layer, number, _ in watched}
-    handles = [
-        module.register_forward_pre_hook(lambda _, args, key=(layer, number): seen[key].append(args[0].flatten(0, -2)))
-        for layer, number, module in watched
-    ]
-    with torch.no_grad():
-        for ids in TEXTS:
-            model(torch.tensor([ids]), use_cache=False)
-    for handle in handles:
-        handle.remove()
+    watched = {(layer, n): group.replaced[0] for layer, own in enumerate(groups) for n, group in own.items()}
+    seen = dict(zip(watched, inputs_of(model, [*watched.values()]), strict=True))
     moments = dict(runtime.input_moments(TEXTS, range(runtime.layers), products=True))
     assert {(layer, number) for layer in moments for number in moments[layer]} == set(seen)
     assert seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from models import plain, run, run_drafting, small
-from words import Doubled, Renamed
+from toys import Doubled, Renamed
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter

@@ -10,8 +10,8 @@ import torch
 from every_drafter import KINDS
 from heads import random_head
 from models import small
+from toys import Doubled
 from trained import random_trained
-from words import Doubled
 
 from selfspec.drafters import make_drafter, registry
 from selfspec.models.low_precision import fake

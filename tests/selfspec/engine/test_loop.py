@@ -247,14 +247,8 @@ def test_the_exact_pattern_of_a_perfect_draft(runtime):
 def test_the_exact_pattern_of_a_draft_that_is_never_right(runtime):
     drafter = DRAFTERS["always wrong"](runtime, PROMPTS[0])
     _, outcomes = run(runtime, drafter, PROMPTS[0], 6)
-    assert [(len(o.draft), len(o.path), len(o.tokens)) for o in outcomes] == [
-        (0, 0, 1),
-        (3, 0, 1),
-        (3, 0, 1),
-        (2, 0, 1),
-        (1, 0, 1),
-        (0, 0, 1),
-    ]
+    assert [len(o.draft) for o in outcomes] == [0, 3, 3, 2, 1, 0]
+    assert all((len(o.path), len(o.tokens)) == (0, 1) for o in outcomes)
 
 
 def test_a_runtime_without_trees_verifies_the_backbone(runtime, monkeypatch):

@@ -19,17 +19,8 @@ from selfspec.draft_modules.module_files import write_part
 from selfspec.draft_modules.published_heads import read_published
 from selfspec.export.exporting import ENGINES, export
 from selfspec.export.head_export import head_files
+from selfspec.profile import drafter_specs as specs
 from selfspec.profile.draft_spec import LayerSkipSpec, LookupSpec, PlainSpec, ProposerSpec, RecycleSpec, Skip
-from selfspec.profile.drafter_specs import (
-    ClaspSpec,
-    HeadSpec,
-    InputSpec,
-    JacobiSpec,
-    LookaheadSpec,
-    MergedSpec,
-    ModelSpec,
-    SwiftSpec,
-)
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import read_profile, write_profile
 from selfspec.profile.schema import Profile
@@ -170,7 +161,7 @@ def test_transformers_prompt_lookup(run):
 
 
 def test_transformers_runs_by_selfspec_what_it_has_not(plain, run):
-    done = run("hf", LookaheadSpec(), tokens=None, prompts=[plain.encode("def read(self):\n")], new=8)
+    done = run("hf", specs.LookaheadSpec(), tokens=None, prompts=[plain.encode("def read(self):\n")], new=8)
     assert (done.limitations, done.expected.tokens) == ((), None)
     assert "decoded here with the profile's drafter: 1 prompts, 8 greedy tokens" in done.expected.source
     assert "The profile's controller ends drafts." in (done.out / "README.md").read_text()
@@ -183,7 +174,7 @@ def test_transformers_runs_by_selfspec_what_it_has_not(plain, run):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_another_model(run, engine):
     """The built-in model in int8 drafts for itself, by its folder."""
-    done = run(engine, ModelSpec(model=str(builtin.model_folder()), bits="int8"))
+    done = run(engine, specs.ModelSpec(model=str(builtin.model_folder()), bits="int8"))
     draft = done.out / ("draft.gguf" if engine == "llama.cpp" else "draft")
     assert draft.exists()
     if engine == "llama.cpp":
@@ -212,7 +203,7 @@ def eagle_3(llm, layers=(2, 8, 13)):
 
 
 def test_eagle_3_for_vllm_is_speculators(plain, run):
-    done = run("vllm", HeadSpec(part="eagle"), parts=eagle_3(plain))
+    done = run("vllm", specs.HeadSpec(part="eagle"), parts=eagle_3(plain))
     assert config(done) == {"method": "eagle3", "model": str(done.out / "head"), "num_speculative_tokens": 3}
     told = json.loads((done.out / "head/config.json").read_text())
     assert told["speculators_config"]["verifier"] == {"name_or_path": "builtin", "architectures": ["LlamaForCausalLM"]}
@@ -224,7 +215,7 @@ def test_eagle_3_for_vllm_is_speculators(plain, run):
 
 def test_speculators_itself_reads_it(plain, run):
     speculators = pytest.importorskip("speculators")
-    done = run("vllm", HeadSpec(part="eagle"), parts=eagle_3(plain))
+    done = run("vllm", specs.HeadSpec(part="eagle"), parts=eagle_3(plain))
     read = speculators.SpeculatorModelConfig.from_pretrained(str(done.out / "head"))
     assert type(read).__name__ == "Eagle3SpeculatorConfig"
     assert (read.draft_vocab_size, read.eagle_aux_hidden_state_layer_ids) == (64, [2, 8, 13])
@@ -239,7 +230,7 @@ def test_speculators_itself_reads_it(plain, run):
 def test_eagle_3_for_the_others(plain, run):
     """SGLang and TensorRT-LLM count streams by the layers that they leave, llama.cpp by those that they enter."""
     part = eagle_3(plain)
-    done = run("sglang", HeadSpec(part="eagle"), parts=part)
+    done = run("sglang", specs.HeadSpec(part="eagle"), parts=part)
     told = json.loads((done.out / "head/config.json").read_text())
     assert told["architectures"] == ["LlamaForCausalLMEagle3"]
     assert told["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 7, 12]
@@ -248,7 +239,7 @@ def test_eagle_3_for_the_others(plain, run):
     (done.out / "head/config.json").write_text(json.dumps(told))
     assert read_published(done.out / "head", plain.runtime).settings["layers"] == [2, 8, 13]
     assert "--speculative-algorithm EAGLE3" in done.written.commands[0][1]
-    yaml_of = run("tensorrt-llm", HeadSpec(part="eagle"), parts=part)
+    yaml_of = run("tensorrt-llm", specs.HeadSpec(part="eagle"), parts=part)
     assert yaml.safe_load((yaml_of.out / "config.yaml").read_text())["speculative_config"] == {
         "decoding_type": "Eagle",
         "max_draft_len": 3,
@@ -261,7 +252,7 @@ def test_eagle_3_for_llama_cpp(plain, run):
     """The tensors and keys of llama.cpp's architecture eagle3."""
     import gguf
 
-    done = run("llama.cpp", HeadSpec(part="eagle"), parts=eagle_3(plain))
+    done = run("llama.cpp", specs.HeadSpec(part="eagle"), parts=eagle_3(plain))
     reader = gguf.GGUFReader(done.out / "draft.gguf")
     assert reader.get_field("general.architecture").contents() == "eagle3"
     assert list(reader.get_field("eagle3.target_layers").contents()) == [2, 8, 13]
@@ -281,10 +272,10 @@ def test_eagle_3_for_llama_cpp(plain, run):
 
 
 def test_medusa_and_mlp_for_vllm(plain, run):
-    done = run("vllm", HeadSpec(part="medusa"), parts=random_part(plain.runtime, WORDS, "medusa"))
+    done = run("vllm", specs.HeadSpec(part="medusa"), parts=random_part(plain.runtime, WORDS, "medusa"))
     assert config(done)["method"] == "medusa"
     assert load_file(done.out / "head/model.safetensors")["token_map"].tolist() == WORDS
-    done = run("vllm", HeadSpec(part="mlp"), parts=random_part(plain.runtime, WORDS, "mlp"), force=True)
+    done = run("vllm", specs.HeadSpec(part="mlp"), parts=random_part(plain.runtime, WORDS, "mlp"), force=True)
     assert config(done)["method"] == "mlp_speculator"
     assert any("the head's vocabulary of 64 tokens" in one for one in done.limitations)
 
@@ -292,12 +283,12 @@ def test_medusa_and_mlp_for_vllm(plain, run):
 LOOKUP, SET = "lookup tokens alone", "a fixed set of whole layers, found by selfspec search --kv own"
 REFUSED = [
     ("vllm", RecycleSpec(), LOOKUP),
-    ("sglang", InputSpec(), LOOKUP),
-    ("llama.cpp", JacobiSpec(), LOOKUP),
-    ("tensorrt-llm", LookaheadSpec(), LOOKUP),
-    ("vllm", SwiftSpec(), SET),
-    ("llama.cpp", ClaspSpec(), SET),
-    ("sglang", MergedSpec(drafters=[LookupSpec(), RecycleSpec()]), "one of the merged drafters"),
+    ("sglang", specs.InputSpec(), LOOKUP),
+    ("llama.cpp", specs.JacobiSpec(), LOOKUP),
+    ("tensorrt-llm", specs.LookaheadSpec(), LOOKUP),
+    ("vllm", specs.SwiftSpec(), SET),
+    ("llama.cpp", specs.ClaspSpec(), SET),
+    ("sglang", specs.MergedSpec(drafters=[LookupSpec(), RecycleSpec()]), "one of the merged drafters"),
     ("vllm", HALF, "no layer is skipped whole"),
     ("sglang", HALF, "a set of whole layers, by selfspec search --kv own"),
     ("tensorrt-llm", FEW, "all sub-layers run, and TensorRT-LLM runs drafts in the model's own precision"),
@@ -328,13 +319,13 @@ def test_what_an_engine_has_not_is_refused(run, tmp_path, engine, draft, said):
 )
 def test_heads_that_an_engine_has_not_are_refused(plain, run, engine, kind, said):
     with pytest.raises(SelfspecError, match=said):
-        run(engine, HeadSpec(part=kind), parts=random_part(plain.runtime, WORDS, kind))
+        run(engine, specs.HeadSpec(part=kind), parts=random_part(plain.runtime, WORDS, kind))
 
 
 @pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
 def test_these_have_no_stream_of_the_last_layer(plain, run, engine):
     with pytest.raises(SelfspecError, match="a head that reads the output of the last layer"):
-        run(engine, HeadSpec(part="eagle"), parts=eagle_3(plain, (2, 8, 16)))
+        run(engine, specs.HeadSpec(part="eagle"), parts=eagle_3(plain, (2, 8, 16)))
     assert head_files(eagle_3(plain, (2, 8, 16)), plain.runtime).layers == (2, 8, 16)
 
 
@@ -348,7 +339,7 @@ def test_a_head_among_several_cannot_travel(plain, tmp_path):
     """generate.py holds a profile, not the parts beside it."""
     write_part(tmp_path / "part.safetensors", random_part(plain.runtime, WORDS, "medusa"))
     held = {"medusa": ModuleFile(file="part.safetensors", sha256=sha256_of(tmp_path / "part.safetensors"))}
-    draft = MergedSpec(drafters=[LookupSpec(), HeadSpec(part="medusa")])
+    draft = specs.MergedSpec(drafters=[LookupSpec(), specs.HeadSpec(part="medusa")])
     write_profile(Profile(model=plain.identity, draft=draft, parts=held), tmp_path / "profile.yaml")
     with pytest.raises(SelfspecError, match=r"generate\.py cannot hold"):
         export(plain, read_profile(tmp_path / "profile.yaml"), "hf", tmp_path / "out")

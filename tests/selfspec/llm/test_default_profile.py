@@ -19,7 +19,7 @@ from selfspec.llm import default_profile as module
 from selfspec.llm.default_profile import DRAFTED, DRAFTED_ON_GPU, default_profile, resolve_profile
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.models.layout import weight_bytes
-from selfspec.runtime.factory import open_runtime
+from selfspec.runtime import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.identity import Identity
 

@@ -17,7 +17,7 @@ from selfspec.llm.llm import LLM
 from selfspec.measure import cost_fitting as costing
 from selfspec.measure.cost_fitting import measure_costs
 from selfspec.measure.cost_sweeps import EFFORTS, GOOD, LENGTHS, LONG, effort_within, lower_quartile
-from selfspec.runtime.factory import open_runtime
+from selfspec.runtime import open_runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.draft_path import FULL, LOW, MODES, DraftPath, SkipSet

@@ -18,19 +18,9 @@ from stores import babble, stored
 from toys import RandomTree
 from trained import learnt
 
+from selfspec import drafters
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.draft_modules.registry import HEADS
-from selfspec.drafters import (
-    ClaspDrafter,
-    InputDrafter,
-    JacobiDrafter,
-    LayerSkipDrafter,
-    LookaheadDrafter,
-    LookupDrafter,
-    MergedDrafter,
-    RecycleDrafter,
-    SwiftDrafter,
-)
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.families import FAMILIES
@@ -187,7 +177,7 @@ def test_skipping_is_a_model_whose_sub_layers_add_nothing(name, skip):
 def test_drafts_along_paths_are_checked(name):
     runtime = runtime_of(name)
     for skip in SKIPS:
-        drafter = LayerSkipDrafter(runtime, skip, StaticThreshold(0.1, 5))
+        drafter = drafters.LayerSkipDrafter(runtime, skip, StaticThreshold(0.1, 5))
         assert run(runtime, drafter, list(PROMPT), 12)[0] == plainly(name)
 
 
@@ -279,7 +269,7 @@ def test_sequences_together_give_what_they_give_alone(name):
     prompts = [PROMPT, (7, 2, 60), (*PROMPT, *PROMPT, 4)]
     runtime = runtime_of(name, rows=2)
     seqs = [SequenceState(list(prompt), 12, Sampler()) for prompt in prompts]
-    with Engine(runtime, LayerSkipDrafter(runtime, SKIPS[1], FixedK(3), candidates=2)) as engine:
+    with Engine(runtime, drafters.LayerSkipDrafter(runtime, SKIPS[1], FixedK(3), candidates=2)) as engine:
         engine.join(seqs[0])
         engine.join(seqs[1])
         engine.step()
@@ -293,30 +283,35 @@ def test_sequences_together_give_what_they_give_alone(name):
 
 
 DRAFTERS = {
-    "layer skip, candidates": lambda runtime, path: LayerSkipDrafter(
+    "layer skip, candidates": lambda runtime, path: drafters.LayerSkipDrafter(
         runtime, SKIPS[2], StaticThreshold(0.05, 4), candidates=3
     ),
-    "few bits, guesses": lambda runtime, path: LayerSkipDrafter(
+    "few bits, guesses": lambda runtime, path: drafters.LayerSkipDrafter(
         runtime, LOW, FixedK(4), proposer_chain=ProposerChain([Lookup(), STORED], (1.0, 1.1, 1.2, 1.3))
     ),
-    "lookup": lambda runtime, path: LookupDrafter([Lookup()], StaticThreshold(0.0, 5)),
-    "store": lambda runtime, path: LookupDrafter([STORED], StaticThreshold(0.0, 5)),
-    "answers": lambda runtime, path: LookupDrafter(
+    "lookup": lambda runtime, path: drafters.LookupDrafter([Lookup()], StaticThreshold(0.0, 5)),
+    "store": lambda runtime, path: drafters.LookupDrafter([STORED], StaticThreshold(0.0, 5)),
+    "answers": lambda runtime, path: drafters.LookupDrafter(
         [AnswerHistory(path / "answers", VOCABULARY)], StaticThreshold(0.0, 5)
     ),
-    "recycle": lambda runtime, path: RecycleDrafter(StaticThreshold(0.0, 5), candidates=3),
-    "input": lambda runtime, path: InputDrafter(StaticThreshold(0.0, 5)),
-    "jacobi": lambda runtime, path: JacobiDrafter("gauss-seidel", block=4),
-    "lookahead": lambda runtime, path: LookaheadDrafter(window=3, ngram=3, guesses=2),
-    "swift": lambda runtime, path: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
-    "clasp": lambda runtime, path: ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
-    "merged": lambda runtime, path: MergedDrafter(
-        [LookupDrafter([Lookup()], StaticThreshold(0.0, 5)), LayerSkipDrafter(runtime, SKIPS[0], FixedK(3))]
+    "recycle": lambda runtime, path: drafters.RecycleDrafter(StaticThreshold(0.0, 5), candidates=3),
+    "input": lambda runtime, path: drafters.InputDrafter(StaticThreshold(0.0, 5)),
+    "jacobi": lambda runtime, path: drafters.JacobiDrafter("gauss-seidel", block=4),
+    "lookahead": lambda runtime, path: drafters.LookaheadDrafter(window=3, ngram=3, guesses=2),
+    "swift": lambda runtime, path: drafters.SwiftDrafter(
+        runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2
+    ),
+    "clasp": lambda runtime, path: drafters.ClaspDrafter(runtime, FixedK(3), skip=2, every=1),
+    "merged": lambda runtime, path: drafters.MergedDrafter(
+        [
+            drafters.LookupDrafter([Lookup()], StaticThreshold(0.0, 5)),
+            drafters.LayerSkipDrafter(runtime, SKIPS[0], FixedK(3)),
+        ]
     ),
 }
 PARTS = {
-    "path": lambda runtime: LayerSkipDrafter(runtime, learnt(runtime, TRAINED), FixedK(4)),
-    "below": lambda runtime: LayerSkipDrafter(
+    "path": lambda runtime: drafters.LayerSkipDrafter(runtime, learnt(runtime, TRAINED), FixedK(4)),
+    "below": lambda runtime: drafters.LayerSkipDrafter(
         runtime, LOW, FixedK(5), below=HeadBelow(random_head(runtime, WORDS), (1.0,) * 5, 0.01)
     ),
     **{

@@ -41,7 +41,7 @@ from selfspec.types.draft_path import FULL
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 KINDS = ("float32", "bfloat16", "int8", "int4")
 SEEDS = st.integers(0, 999)
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs_native) for kind in KINDS])
 
 
 def weight_of(kind, out, into):
@@ -75,6 +75,16 @@ def rows_of(kind, n, into):
     """Rows as a model's are: of weights in bfloat16, they may be brought to bfloat16, so they are."""
     x = torch.randn(n, into)
     return x.bfloat16().float() if kind == "bfloat16" else x
+
+
+@st.composite
+def products(draw, kind, most_outputs):
+    """A product with its weight and bias, and 1 to 20 rows for it."""
+    seed, rows, out, bias = (
+        draw(values) for values in (SEEDS, st.integers(1, 20), st.integers(1, most_outputs), st.booleans())
+    )
+    product, weight, shift = product_of(kind, seed, out, draw(sizes(kind)), bias=bias)
+    return product, weight, shift, rows_of(kind, rows, weight.shape[1])
 
 
 def in_int8(x):
@@ -117,13 +127,12 @@ def check_alone(product, x, chosen):
     assert torch.equal(added, one_by_one)
 
 
-@needs_native
 @each_kind
 @settings(max_examples=examples(40))
-@given(data=st.data(), seed=SEEDS, rows=st.integers(1, 20), out=st.integers(1, 70), bias=st.booleans())
-def test_products_are_near_the_exact_ones(kind, data, seed, rows, out, bias):
-    product, weight, shift = product_of(kind, seed, out, data.draw(sizes(kind)), bias=bias)
-    check_near(kind, product, rows_of(kind, rows, weight.shape[1]), weight, shift)
+@given(data=st.data())
+def test_products_are_near_the_exact_ones(kind, data):
+    product, weight, shift, x = data.draw(products(kind, 70))
+    check_near(kind, product, x, weight, shift)
 
 
 @needs_native
@@ -157,7 +166,6 @@ def test_so_are_those_that_are_cut_up():
     check_near("float32", product, wide.narrow(1, 40, 3232), weight, shift)
 
 
-@needs_native
 @each_kind
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_the_largest_sums_there_can_be(kind, rows):
@@ -170,7 +178,6 @@ def test_the_largest_sums_there_can_be(kind, rows):
         check_near(kind, product, x, exact, 0.0)
 
 
-@needs_native
 @each_kind
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_in_its_row(kind, bad):
@@ -184,7 +191,6 @@ def test_what_is_no_number_stays_in_its_row(kind, bad):
     assert torch.equal(got[others], clean[others])
 
 
-@needs_native
 @each_kind
 @settings(max_examples=examples(25))
 @given(
@@ -197,7 +203,6 @@ def test_a_row_gives_the_same_bits_alone_and_among_any_others(kind, data, seed, 
         check_alone(product, torch.randn(ROWS, weight.shape[1]), sorted(chosen))
 
 
-@needs_native
 @each_kind
 @pytest.mark.parametrize("rows", [1, 5, ROWS])
 def test_two_threads_give_the_bits_of_one(kind, rows):
@@ -209,13 +214,12 @@ def test_two_threads_give_the_bits_of_one(kind, rows):
     assert torch.equal(shared, product(x))
 
 
-@needs_native
 @each_kind
 @settings(max_examples=examples(15))
-@given(data=st.data(), seed=SEEDS, rows=st.integers(1, 20), out=st.integers(1, 40), bias=st.booleans())
-def test_write_and_add_go_into_a_part_of_a_wider_tensor(kind, data, seed, rows, out, bias):
-    product, weight, shift = product_of(kind, seed, out, data.draw(sizes(kind)), bias=bias)
-    x = rows_of(kind, rows, weight.shape[1])
+@given(data=st.data())
+def test_write_and_add_go_into_a_part_of_a_wider_tensor(kind, data):
+    product, weight, shift, x = data.draw(products(kind, 40))
+    rows, out = len(x), len(weight)
     wide = torch.randn(rows, out + 3)
     before, part = wide.clone(), wide.narrow(1, 1, out)
     product.add(part, x)
@@ -225,7 +229,6 @@ def test_write_and_add_go_into_a_part_of_a_wider_tensor(kind, data, seed, rows, 
     assert torch.equal(wide[:, [0, -2, -1]], before[:, [0, -2, -1]])
 
 
-@needs_native
 @each_kind
 @pytest.mark.parametrize("rows", [1, 3, ROWS])
 def test_rows_are_taken_however_they_lie(kind, rows):
@@ -238,7 +241,6 @@ def test_rows_are_taken_however_they_lie(kind, rows):
     assert product(x[:0]).shape == (0, 24)
 
 
-@needs_native
 @each_kind
 @pytest.mark.parametrize("rows", [1, 3, ROWS])
 def test_rows_in_bfloat16_are_summed_in_float32_and_rounded_last(kind, rows):
@@ -282,7 +284,6 @@ def test_many_rows_have_the_bits_of_few_where_torch_is_slow(kind, monkeypatch):
     assert product(x).dtype == x.dtype
 
 
-@needs_native
 @each_kind
 def test_a_bias_can_be_had_later(kind):
     """4-bit weights, which are packed, among them; for few rows and for many."""

@@ -14,8 +14,8 @@ from selfspec.basics.errors import BusyError, SelfspecError, UnsupportedModelErr
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.models.low_precision import fake
+from selfspec.runtime import open_runtime
 from selfspec.runtime.base import Runtime
-from selfspec.runtime.factory import open_runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.speculation.drafts import Draft

@@ -41,16 +41,8 @@ def test_numbers_of_each_rows_stream():
     """The numbers that the sampler would draw next, however many were used before; a new sampler replaces a row's."""
     numbers = StreamNumbers(3, torch.device("cpu"))
     samplers, plain = ([Sampler(temperature=1.0, seed=i, tied=False) for i in range(3)] for _ in range(2))
-    for row, number, used in (
-        (0, 0, 7),
-        (2, 1, 500),
-        (0, 0, 480),
-        (0, 0, 40),
-        (2, 1, 3),
-        (0, 2, 1),
-        (0, 0, 1),
-        (2, 1, 0),
-    ):
+    steps = ((0, 0, 7), (2, 1, 500), (0, 0, 480), (0, 0, 40), (2, 1, 3), (0, 2, 1), (0, 0, 1), (2, 1, 0))
+    for row, number, used in steps:
         sampler, other = samplers[number], plain[number]
         numbers.send(row, sampler, 50)
         first = torch.full((3,), sampler.numbers_used)

@@ -12,7 +12,7 @@ from type_table import PROMPT, tried
 
 from selfspec.basics.errors import UnsupportedModelError
 from selfspec.models import module_quantizer
-from selfspec.runtime.factory import open_runtime
+from selfspec.runtime import open_runtime
 
 
 @pytest.mark.long("a tiny model of each of about 190 types")

@@ -39,7 +39,7 @@ from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import bytes_of, fake
 from selfspec.models.module_quantizer import recording_inputs
 from selfspec.proposers.lookup import Lookup
-from selfspec.runtime.factory import open_runtime
+from selfspec.runtime import open_runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.runtime.module_hooks import replacing

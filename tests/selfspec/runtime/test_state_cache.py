@@ -15,8 +15,7 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import AdaptiveThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import decode
-from selfspec.runtime import state_passes
-from selfspec.runtime.factory import open_runtime
+from selfspec.runtime import open_runtime, state_passes
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import DraftPath, SkipSet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import openai
-from lora import adapted
+from models import adapted
 from servers import served
 from wants import needs
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.profile.draft_spec import LayerSkipSpec
-from selfspec.profile.schema import Profile
 from selfspec.show.tables import (
     bench_frame,
     bench_position_frame,
@@ -22,11 +20,8 @@ from selfspec.show.tables import (
     position_frame,
     read_bench,
     read_trainings,
-    skip_frame,
     source_frame,
 )
-from selfspec.types.draft_path import DraftPath, SkipSet
-from selfspec.types.identity import Identity
 from selfspec.types.stats import Round
 
 REAL = Path(__file__).parents[2] / "scripts" / "bench.json"
@@ -84,17 +79,6 @@ def test_positions_of_rounds():
     assert frame["acceptance"].tolist() == pytest.approx([2 / 3, 1 / 2])
     assert frame["drafts"].tolist() == [3, 2]
     assert position_frame([Round(0, 0, 1, 0.1)]).empty
-
-
-def test_skip():
-    frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.from_path(SkipSet((1,), (0,)))))
-    rows = [("attention", 0, False), ("attention", 1, True), ("mlp", 0, True), ("mlp", 1, False)]
-    assert list(frame[["part", "layer", "skipped"]].itertuples(index=False, name=None)) == rows
-    assert frame["mode"].tolist() == ["full", "skip", "skip", "full"]
-    path = DraftPath(SkipSet((1,)), int8=SkipSet((), (1,)), int4=SkipSet((0,)))
-    frame = skip_frame(Profile(model=Identity(layers=2), draft=LayerSkipSpec.from_path(path)))
-    assert frame["mode"].tolist() == ["int4", "skip", "full", "int8"]
-    assert frame["skipped"].tolist() == [False, True, False, False]
 
 
 WRONG = {

@@ -12,26 +12,23 @@ import pytest
 import torch
 from every_drafter import table
 from models import run_drafting, small
-from toys import Adding, Enumerating, HiddenHead, RandomTree, Reusing, Scripted, Staged, enumerate_outcomes
+from toys import (
+    Adding,
+    Doubled,
+    Enumerating,
+    HiddenHead,
+    RandomTree,
+    Reusing,
+    Scripted,
+    Staged,
+    enumerate_outcomes,
+    target_distributions,
+)
 from trained import learnt
 from transformers.generation import logits_process as hf
-from words import Doubled
 
+from selfspec import drafters
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
-from selfspec.drafters import (
-    ClaspDrafter,
-    CrossVocabularyDrafter,
-    Guard,
-    InputDrafter,
-    JacobiDrafter,
-    LayerSkipDrafter,
-    LookaheadDrafter,
-    LookupDrafter,
-    MergedDrafter,
-    ModelDrafter,
-    PlainDrafter,
-    SwiftDrafter,
-)
 from selfspec.drafters import tree_merge as merging
 from selfspec.models.low_precision import fake
 from selfspec.proposers.base import ProposerChain
@@ -85,7 +82,7 @@ class Backwards(RandomTree):
 
 
 DRAFTERS = {
-    "plain": lambda runtime: PlainDrafter(),
+    "plain": lambda runtime: drafters.PlainDrafter(),
     "chain": lambda runtime: RandomTree(VOCABULARY, (1, 1)),
     "long chain": lambda runtime: RandomTree(VOCABULARY, (1, 1, 1)),
     "candidates": lambda runtime: RandomTree(VOCABULARY, (2,)),
@@ -94,8 +91,8 @@ DRAFTERS = {
     "candidates below": lambda runtime: RandomTree(VOCABULARY, (1, 2)),
     "one-hot": lambda runtime: Scripted(lambda tokens: [sum(tokens) % 3, len(tokens) % 3], 2),
     "hidden head": HiddenHead,
-    "draft model": lambda runtime: ModelDrafter(runtime, LeanRuntime(small(VOCABULARY, 1, seed=9)), FixedK(2)),
-    "draft model, candidates": lambda runtime: ModelDrafter(
+    "draft model": lambda runtime: drafters.ModelDrafter(runtime, LeanRuntime(small(VOCABULARY, 1, seed=9)), FixedK(2)),
+    "draft model, candidates": lambda runtime: drafters.ModelDrafter(
         runtime, LeanRuntime(small(VOCABULARY, 1, seed=9)), StaticThreshold(0.4, 2), candidates=2
     ),
     "staged": lambda runtime: Staged(LeanRuntime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1, 1)), 2),
@@ -110,54 +107,60 @@ DRAFTERS = {
     "staged, a rejected proposal behind the drawn token": lambda runtime: Beside(
         LeanRuntime(small(VOCABULARY, 1, seed=9)), RandomTree(VOCABULARY, (1,)), 2
     ),
-    "layer skip, fixed": lambda runtime: LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
-    "layer skip, static": lambda runtime: LayerSkipDrafter(runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)),
-    "layer skip, candidates": lambda runtime: LayerSkipDrafter(
+    "layer skip, fixed": lambda runtime: drafters.LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(2)),
+    "layer skip, static": lambda runtime: drafters.LayerSkipDrafter(
+        runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 3)
+    ),
+    "layer skip, candidates": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((1,), (1,)), StaticThreshold(0.4, 2), candidates=2
     ),
-    "layer skip, draft vocabulary": lambda runtime: LayerSkipDrafter(
+    "layer skip, draft vocabulary": lambda runtime: drafters.LayerSkipDrafter(
         runtime, DraftPath(SkipSet((0,), (1,)), (0, 2)), FixedK(2)
     ),
-    "layer skip, adaptive": lambda runtime: LayerSkipDrafter(
+    "layer skip, adaptive": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((0,), (0,)), AdaptiveThreshold(threshold=0.5, step=1.0, k_max=2)
     ),
-    "layer skip, rate": lambda runtime: LayerSkipDrafter(
+    "layer skip, rate": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((1,), (1,)), RateOptimal(floor=0.0, k_max=2, payoff=UNSURE), candidates=3
     ),
-    "few bits, by gap": lambda runtime: LayerSkipDrafter(runtime, LOW, StaticThreshold(0.4, 3), confidence=BY_GAP),
-    "trained path": lambda runtime: LayerSkipDrafter(
+    "few bits, by gap": lambda runtime: drafters.LayerSkipDrafter(
+        runtime, LOW, StaticThreshold(0.4, 3), confidence=BY_GAP
+    ),
+    "trained path": lambda runtime: drafters.LayerSkipDrafter(
         runtime, learnt(runtime, TRAINED, size=1.0), StaticThreshold(0.3, 3)
     ),
-    "few bits, candidates": lambda runtime: LayerSkipDrafter(
+    "few bits, candidates": lambda runtime: drafters.LayerSkipDrafter(
         runtime, LOW, RateOptimal(floor=0.0, k_max=2, payoff=UNSURE), candidates=3, confidence=BY_GAP
     ),
-    "few bits, draft vocabulary": lambda runtime: LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
-    "guesses": lambda runtime: LayerSkipDrafter(
+    "few bits, draft vocabulary": lambda runtime: drafters.LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
+    "guesses": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), proposer_chain=LOOKUP_PRIOR
     ),
-    "guesses, candidates": lambda runtime: LayerSkipDrafter(
+    "guesses, candidates": lambda runtime: drafters.LayerSkipDrafter(
         runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, proposer_chain=LOOKUP_PRIOR
     ),
-    "guesses alone": lambda runtime: LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
-    "merged": lambda runtime: MergedDrafter(
-        [LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(1)), RandomTree(VOCABULARY, (1, 1))]
+    "guesses alone": lambda runtime: drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
+    "merged": lambda runtime: drafters.MergedDrafter(
+        [drafters.LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(1)), RandomTree(VOCABULARY, (1, 1))]
     ),
-    "merged, of one law": lambda runtime: MergedDrafter([Backwards(VOCABULARY, (1,)), Backwards(VOCABULARY, (1, 1))]),
-    "merged, a guess first": lambda runtime: MergedDrafter(
-        [LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)), RandomTree(VOCABULARY, (1, 1))]
+    "merged, of one law": lambda runtime: drafters.MergedDrafter(
+        [Backwards(VOCABULARY, (1,)), Backwards(VOCABULARY, (1, 1))]
     ),
-    "merged, a guess last": lambda runtime: MergedDrafter(
-        [RandomTree(VOCABULARY, (2,)), LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
+    "merged, a guess first": lambda runtime: drafters.MergedDrafter(
+        [drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)), RandomTree(VOCABULARY, (1, 1))]
     ),
-    "input": lambda runtime: InputDrafter(FixedK(2)),
-    "jacobi": lambda runtime: JacobiDrafter("gauss-seidel", block=3),
-    "draft model of other tokens": lambda runtime: CrossVocabularyDrafter(
+    "merged, a guess last": lambda runtime: drafters.MergedDrafter(
+        [RandomTree(VOCABULARY, (2,)), drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
+    ),
+    "input": lambda runtime: drafters.InputDrafter(FixedK(2)),
+    "jacobi": lambda runtime: drafters.JacobiDrafter("gauss-seidel", block=3),
+    "draft model of other tokens": lambda runtime: drafters.CrossVocabularyDrafter(
         runtime, LeanRuntime(small(2 * VOCABULARY, 1, seed=9)), Doubled(VOCABULARY), FixedK(2)
     ),
-    "swift": lambda runtime: SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
-    "clasp": lambda runtime: ClaspDrafter(runtime, FixedK(2), skip=1, every=1),
-    "lookahead": lambda runtime: LookaheadDrafter(window=1, ngram=3, guesses=1),
-    "guarded": lambda runtime: Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
+    "swift": lambda runtime: drafters.SwiftDrafter(runtime, StaticThreshold(0.1, 4), window=6, every=1, candidates=2),
+    "clasp": lambda runtime: drafters.ClaspDrafter(runtime, FixedK(2), skip=1, every=1),
+    "lookahead": lambda runtime: drafters.LookaheadDrafter(window=1, ngram=3, guesses=1),
+    "guarded": lambda runtime: drafters.Guard(RandomTree(VOCABULARY, (1, 1)), clock=itertools.count().__next__),
 }
 TABLE = table(VOCABULARY, 2)
 SETTINGS = {
@@ -324,7 +327,7 @@ class Deduplicating(Merging):
     removed = False
 
 
-class Insisting(LayerSkipDrafter):
+class Insisting(drafters.LayerSkipDrafter):
     """Puts the guess in the place of the token that was drawn."""
 
     def _draft(self, chain, logits):
@@ -344,7 +347,7 @@ class Uncorrected(Staged):
 
     def made(self, outcome):
         kept = len(outcome.path) + (len(outcome.path) == len(outcome.draft))
-        return Draft.chain(outcome.tokens[:kept], q=outcome.target_distributions[:kept] if kept else None)
+        return Draft.chain(outcome.tokens[:kept], q=target_distributions(outcome)[:kept] if kept else None)
 
 
 class OfTheResidual(Staged):
@@ -414,7 +417,7 @@ WRONG_DRAFTERS = {
 }
 RIGHT = {  # what those are made of; the others are among `DRAFTERS`
     "a guess that q leaves out": lambda runtime: Merging(VOCABULARY),
-    "guesses beside what is drawn": lambda runtime: LayerSkipDrafter(
+    "guesses beside what is drawn": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=LOOKUP_PRIOR
     ),
     "a round within a round": staged(Staged),

@@ -206,9 +206,7 @@ class TestProbabilities:
 
     def test_plain_and_streamed(self, llm):
         stream = llm.stream(PROMPT, max_new_tokens=3, probabilities=True, drafter=PlainDrafter())
-        for _ in stream:
-            pass
-        assert all(0 < event.probability < 1 for event in stream.result.events)
+        assert all(0 < event.probability < 1 for event in stream.wait().events)
 
     def test_never_computed_unless_asked_for(self, llm, monkeypatch):
         monkeypatch.setattr(Outcome, "probabilities", lambda self: 1 / 0)

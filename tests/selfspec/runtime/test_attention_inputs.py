@@ -1,4 +1,4 @@
-"""Additive masks, and where their rows start."""
+"""Additive masks, where their rows start, and which backends fused attention may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from models import small
 
 from selfspec.models.skeleton import read_skeleton
-from selfspec.runtime.attention_inputs import Masks
+from selfspec.runtime.attention_inputs import Masks, fused_backends
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,19 @@ def test_rows_of_a_tree_mask(both, batch, slots):
     kv_heads = ours.shape[0] // batch
     assert torch.equal(ours[::kv_heads, 0] == 0, mask)
     assert torch.equal(both[0].grouped(ours), both[1].grouped(aligned))
+
+
+def enabled() -> list[bool]:
+    cuda = torch.backends.cuda
+    return [
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    ]  # fmt: skip
+
+
+def test_passes_on_cuda_leave_out_cudnn_and_nothing_else_changes():
+    before = enabled()
+    with fused_backends(torch.device("cuda", 0)):
+        assert enabled() == [True, True, True, False]
+    assert enabled() == before
+    with fused_backends(torch.device("cpu")):
+        assert enabled() == before
