@@ -82,7 +82,7 @@ def _gpu(device: Any) -> dict[str, Any]:
     from selfspec.models.triton_kernels.switch import triton_enabled
 
     of = torch.cuda.get_device_properties(device)
-    kernels = f"Triton {_version('triton')}" if triton_enabled(device) else "torch"
+    kernels = f"Triton {_version('triton') or ''}".strip() if triton_enabled(device) else "torch"
     return {"device": str(device), "name": of.name, "total_bytes": of.total_memory, "kernels": kernels}
 
 

@@ -16,7 +16,7 @@ from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import Bits, bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
 from selfspec.models.native_library import available
-from selfspec.models.triton_kernels.switch import triton_enabled
+from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
 from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import choose_profile, quantized_profile, shipped_for
@@ -82,7 +82,7 @@ def _has_triton(model: Any, device: torch.device) -> bool:
     """Return whether passes of `model` use Triton kernels on `device`."""
     if device.type == "cpu" or not is_lean(model) or not triton_enabled(device):
         return False
-    return {parameter.device for parameter in model.parameters()} == {device}
+    return all(parameter.device == device and parameter.dtype in DTYPES for parameter in model.parameters())
 
 
 def _draft_bytes(model: Any, bits: Bits) -> int | None:

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.basics.machine import release_memory
 from selfspec.models.linears import Call
@@ -74,6 +73,7 @@ _COPIES, _CACHES = 24, 2**26  # timed copies: at most 24 of together 64 MiB, mor
 _ENLARGED = 2.0**20  # factor on a single row for `int8_dynamic`
 _WIDE = 24  # rows from which a product with the weight dequantised to bfloat16 is faster than the quantised kernel
 COARSER = 1.1  # factor on float8's time, as its drafts are accepted less often: its weights are five times as far off
+_CONVERTED = 2**22  # weights to convert to float8 at once
 _ERROR = 0.05  # largest relative error of a kernel's product to that of the dequantised weight
 
 
@@ -199,10 +199,21 @@ def triton(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
 
 
 def triton_float8(weight: QuantizedWeight, _dtype: torch.dtype) -> Call:
-    """Return the product of a Triton kernel with the weight in float8 (compute capability 8.9 or higher)."""
+    """Return the product of a Triton kernel with the weight in float8 (compute capability 8.9 or higher).
+
+    It is converted a few outputs at a time: a head's weight in float32 would take more memory than all draft weights.
+    """
     from selfspec.models.triton_kernels.products import TritonProduct
 
-    return TritonProduct.float8(weight.weight(torch.float32))
+    values = torch.empty_like(weight.values, dtype=torch.float8_e4m3fn)
+    scale = torch.empty_like(weight.scale, dtype=torch.float32)
+    rows = max(1, _CONVERTED // values.shape[1])
+    tensors = (values, scale, weight.values, weight.scale)
+    for to_values, to_scale, of_values, of_scale in zip(*(torch.split(t, rows) for t in tensors), strict=True):
+        part, size = _in_float8(replace(weight, values=of_values, scale=of_scale).weight(torch.float32))
+        to_values.copy_(part)
+        to_scale.copy_(size)
+    return TritonProduct.quantized(values, scale, None)
 
 
 def _in_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,7 +332,7 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
             call = kernel(quantized, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
                 calls[name] = [call, *(kernel(copy, weight.dtype) for copy in copies[1:])]
-        except (RuntimeError, AttributeError, NotImplementedError, SelfspecError):
+        except Exception:  # whatever torch, Triton and compilers raise
             continue
     times = dict.fromkeys(calls, float("inf"))
     for _ in range(_REPEATS):

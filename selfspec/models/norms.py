@@ -77,7 +77,7 @@ class Norms:
         if not plain or (weight := weight_of(module)) is None or self._dtype not in (None, weight.dtype):
             return _called(module)
         if triton_enabled(device) and weight.dtype in DTYPES and self._formula == LLAMAS:
-            return _triton_norm(weight.detach(), self._eps)
+            return _triton_norm(weight.detach().to(device), self._eps)
         if weight.dtype not in EXACT:
             use_rounded_norm = weight.device.type == device.type == "cpu" and self._formula == LLAMAS
             return RoundedNorm(weight.detach()) if use_rounded_norm else _called(module)

@@ -1,6 +1,6 @@
 """Attention sub-layers of passes over few tokens by Triton kernels, which read the KV length on the device.
 
-Off by default, see `models/triton_kernels/switch.py`.
+`models/triton_kernels/switch.py` says where they are used.
 """
 
 from __future__ import annotations

@@ -96,6 +96,39 @@ def products() -> None:
             near(gated, F.silu(exact[:, :half]) * exact[:, half:], 2 * error) if out % 2 == 0 else None
 
 
+def current_devices() -> None:
+    """Every kernel is launched while the device of its tensors is the current one, on which Triton launches."""
+    entered: list[torch.device] = []
+    launched: list[bool] = []
+
+    class DeviceOf:
+        def __init__(self, tensor: Tensor) -> None:
+            self.device = tensor.device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        launched.append(bool(entered))
+        LAUNCH(executor, *args, **kwargs)
+
+    theirs, torch.cuda.device_of, GridExecutor.__call__ = torch.cuda.device_of, DeviceOf, launch
+    try:
+        for _, product, _, _ in products_of(torch.randn(32, 64)):
+            for rows in (1, 2):
+                product(torch.randn(rows, 64))
+        runtime = LeanRuntime(of_layers(1))
+        with runtime.session(20):
+            runtime.forward(torch.ones(1, 1, dtype=torch.long), 0)
+    finally:
+        torch.cuda.device_of, GridExecutor.__call__ = theirs, LAUNCH
+    assert len(launched) >= 2 * 4 + 9, launched  # each kind of product, and a layer
+    assert all(launched), launched
+
+
 def rows_among_others() -> None:
     """A row has the bits that it has alone, whatever stands beside it; two calls agree.
 
@@ -423,6 +456,7 @@ TREES = ((("lookup", 11),), (("candidates", 2), ("lookup", 7)))
 
 CASES = (
     nodes, nodes_of_a_round, rounds,
+    current_devices,
     products, rows_among_others, many_rows, norms, rope, attention, passes_in_float32, passes_in_bfloat16, draft_paths,
 )  # fmt: skip
 

@@ -15,13 +15,18 @@ from torch import Tensor
 from selfspec.models.triton_kernels.launching import BLOCK_ROWS, compute_dtype, power_of_two
 
 CHUNK, CHUNKS = 64, 64  # slots of a chunk, which doubles beyond this number of chunks
-BLOCK_SLOTS = 64  # slots of a step
+BLOCK_SLOTS, BLOCK_BYTES = 64, 2**15  # most slots of a step, and most bytes of their keys, so that they fit in 99 KiB
 WARPS, STAGES = 4, 2
 
 
 def chunk_of(slots: int) -> int:
     """Return the slots of a chunk for a cache of `slots` slots per row."""
     return max(CHUNK, power_of_two(triton.cdiv(slots, CHUNKS)))
+
+
+def slots_of_step(dims: int, size: int) -> int:
+    """Return the slots of a step for heads of `dims` values of `size` bytes each."""
+    return min(BLOCK_SLOTS, BLOCK_BYTES // (dims * size))
 
 
 @triton.jit
@@ -133,14 +138,16 @@ def decode_attention(
     largest, total = torch.empty(2, heads, group * n, chunks, dtype=torch.float32, device=q.device).unbind(0)
     blocks = {"BLOCK_D": power_of_two(dim), "BLOCK_T": power_of_two(n, 1)}
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "CHUNK": chunk}
-    chunk_kernel[(heads, chunks, triton.cdiv(group * n, BLOCK_ROWS))](
-        q, keys, values, slots, None if mask is None else mask.view(torch.uint8), parts, largest, total,
-        n, kv_len, chunks, scaling, first_row, int(mask is not None and len(mask) > 1),
-        *keys.stride(), *values.stride()[:3], **shape, WINDOW=window or 0, MASKED=mask is not None,
-        COMPUTE=compute_dtype(q.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_S=BLOCK_SLOTS, **blocks,
-        num_warps=WARPS, num_stages=STAGES,
-    )  # fmt: skip
-    combine_kernel[(heads, group * n)](
-        parts, largest, total, slots, out, n, kv_len, chunks, out.stride(0),
-        **shape, BLOCK_C=power_of_two(chunks, 1), **blocks, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        chunk_kernel[(heads, chunks, triton.cdiv(group * n, BLOCK_ROWS))](
+            q, keys, values, slots, None if mask is None else mask.view(torch.uint8), parts, largest, total,
+            n, kv_len, chunks, scaling, first_row, int(mask is not None and len(mask) > 1),
+            *keys.stride(), *values.stride()[:3], **shape, WINDOW=window or 0, MASKED=mask is not None,
+            COMPUTE=compute_dtype(q.dtype), BLOCK_M=BLOCK_ROWS, **blocks,
+            BLOCK_S=slots_of_step(blocks["BLOCK_D"], keys.element_size()),
+            num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+        combine_kernel[(heads, group * n)](
+            parts, largest, total, slots, out, n, kv_len, chunks, out.stride(0),
+            **shape, BLOCK_C=power_of_two(chunks, 1), **blocks, num_warps=4,
+        )  # fmt: skip

@@ -16,7 +16,7 @@ def norm_kernel(
     WIDTH: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Normalise one row of `x`, to which the row of `add` is added first, in place, if `ADDED`."""
-    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < WIDTH
     stream = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADDED:
@@ -33,10 +33,11 @@ def norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, add: Tensor | None = None) -> Tensor:
     """Write the RMSNorm of rows `x` `[n, width]` to `out`, and return it; `add` `[n, width]` is added to `x` first."""
     width = x.shape[1]
-    norm_kernel[(len(x),)](
-        x, add, weight, out, x.stride(0), 0 if add is None else add.stride(0), out.stride(0), eps,
-        WIDTH=width, ADDED=add is not None, BLOCK=power_of_two(width), num_warps=8 if width > 2048 else 4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        norm_kernel[(len(x),)](
+            x, add, weight, out, x.stride(0), 0 if add is None else add.stride(0), out.stride(0), eps,
+            WIDTH=width, ADDED=add is not None, BLOCK=power_of_two(width), num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
     return out
 
 
@@ -87,11 +88,12 @@ def rope_and_write(
     (cos, sin, partner), (keys, values) = tables, cache
     n, dim, kv_heads = positions.shape[1], q.shape[-1], keys.shape[1]
     heads = q.shape[0] // len(positions) * q.shape[1]
-    rope_kernel[(len(qkv), heads + 2 * kv_heads)](
-        qkv, cos, sin, partner, positions, slots, q, keys, values, n, first_row, qkv.stride(0),
-        *keys.stride(), *values.stride()[:3],
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=power_of_two(dim), num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):
+        rope_kernel[(len(qkv), heads + 2 * kv_heads)](
+            qkv, cos, sin, partner, positions, slots, q, keys, values, n, first_row, qkv.stride(0),
+            *keys.stride(), *values.stride()[:3],
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=power_of_two(dim), num_warps=1,
+        )  # fmt: skip
 
 
 def partner_of(partner: Tensor | None, dim: int, device: torch.device) -> Tensor:

@@ -1,4 +1,8 @@
-"""Constants and helpers of all Triton kernels: the dtypes of products, and the sizes of blocks."""
+"""Constants and helpers of all Triton kernels: the dtypes of products, and the sizes of blocks.
+
+Triton launches on the thread's current device, whichever device the tensors are on. Kernels are therefore launched
+within `torch.cuda.device_of`, which makes a tensor's device the current one.
+"""
 
 from __future__ import annotations
 

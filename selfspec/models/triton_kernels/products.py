@@ -121,8 +121,10 @@ def product_kernel(
     """
     STEPS: tl.constexpr = IN // 8 if KIND == 2 else IN
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_out, in_rows = outputs < OUT, rows < n
+    first, rows = tl.program_id(1) * BLOCK_M, tl.arange(0, BLOCK_M)
+    in_out, in_rows = outputs < OUT, first + rows < n
+    x += first.to(tl.int64) * x_stride
+    out += first.to(tl.int64) * out_stride
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, STEPS, BLOCK_K, num_stages=DEPTH):
@@ -234,7 +236,7 @@ class TritonProduct:
 
     @classmethod
     def quantized(cls, values: Tensor, scale: Tensor, zero: Tensor | None) -> TritonProduct:
-        """Return the product with an int8 or int4 weight, given as in `QuantizedWeight`."""
+        """Return the product with an int8, float8 or int4 weight, given as in `QuantizedWeight`."""
         out, into = values.shape
         if zero is None:
             return cls(values, out, into, SCALED, scale)
@@ -245,12 +247,6 @@ class TritonProduct:
             words |= nibbles[:, :, i] << 4 * i
         high, low = (each.contiguous().view(torch.int16).to(torch.int32) for each in (scale, zero))
         return cls(words.view(out, into // 8), out, into, INT4, high << 16 | low & 0xFFFF)
-
-    @classmethod
-    def float8(cls, weight: Tensor) -> TritonProduct:
-        """Return the product with a float32 weight converted to float8 (e4m3), each output by a scale of its own."""
-        scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
-        return cls((weight / scale).to(torch.float8_e4m3fn), len(weight), weight.shape[1], SCALED, scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product `[n, out]` with rows `x`."""
@@ -292,22 +288,31 @@ class TritonProduct:
         n, group = len(x), 0 if self.scale is None or self.kind != INT4 else self.into // self.scale.shape[1]
         shape = {"OUT": outputs, "IN": self.into, "GROUP": group, "EPILOGUE": epilogue, "BIASED": self.bias is not None}
         shape["FUSED"] = not triton.knobs.runtime.interpret
-        if self.kind == INT4 and n == 1:
-            words = min(power_of_two(self.into // 8, WORDS_OF_WARP), WORDS_OF_ROW)
-            each = BLOCK_OUT_OF_ROW // 2 if epilogue == GATE else BLOCK_OUT_OF_ROW
-            row_kernel[(triton.cdiv(outputs, each),)](
-                x, self.values, self.scale, self.bias, out, **shape, BLOCK_N=BLOCK_OUT_OF_ROW, BLOCK_W=words,
-                num_warps=words // WORDS_OF_WARP,
+        with torch.cuda.device_of(x):
+            if self.kind == INT4 and n == 1:
+                words = min(power_of_two(self.into // 8, WORDS_OF_WARP), WORDS_OF_ROW)
+                each = BLOCK_OUT_OF_ROW // 2 if epilogue == GATE else BLOCK_OUT_OF_ROW
+                row_kernel[(triton.cdiv(outputs, each),)](
+                    x, self.values, self.scale, self.bias, out, **shape, BLOCK_N=BLOCK_OUT_OF_ROW, BLOCK_W=words,
+                    num_warps=words // WORDS_OF_WARP,
+                )  # fmt: skip
+                return
+            stages = stages_of(self.kind, epilogue)
+            grid = (triton.cdiv(outputs, BLOCK_OUT), triton.cdiv(n, BLOCK_ROWS))
+            product_kernel[grid](
+                x, self.values, self.scale, self.bias, out, n, x.stride(0), out.stride(0), **shape, KIND=self.kind,
+                COMPUTE=compute_dtype(x.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_N=BLOCK_OUT,
+                BLOCK_K=step_of(self.kind, self.values.element_size(), x.element_size()), DEPTH=stages,
+                num_warps=WARPS, num_stages=stages,
             )  # fmt: skip
-            return
-        stages = stages_of(self.kind, epilogue)
-        grid = (triton.cdiv(outputs, BLOCK_OUT), triton.cdiv(n, BLOCK_ROWS))
-        product_kernel[grid](
-            x, self.values, self.scale, self.bias, out, n, x.stride(0), out.stride(0), **shape, KIND=self.kind,
-            COMPUTE=compute_dtype(x.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_N=BLOCK_OUT,
-            BLOCK_K=32 if self.kind == INT4 else BLOCK_BYTES // self.values.element_size(), DEPTH=stages,
-            num_warps=WARPS, num_stages=stages,
-        )  # fmt: skip
+
+
+def step_of(kind: int, size: int, row_size: int) -> int:
+    """Return the inputs, or words, of a step of `product_kernel`, for weights and rows of so many bytes a value.
+
+    Of quantised weights and rows in float32 they are half as many, so that all steps fit in shared memory.
+    """
+    return 32 if kind == INT4 else BLOCK_BYTES // max(size, row_size // 2)
 
 
 def stages_of(kind: int, epilogue: int) -> int:

@@ -37,12 +37,12 @@ def triton_enabled(device: torch.device) -> bool:
 @cache
 def _compiles(device: torch.device) -> bool:
     """Return whether a kernel can be compiled for, and runs on, `device`."""
-    from selfspec.models.triton_kernels.elementwise import rms_norm
-
-    ones = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
     try:
+        from selfspec.models.triton_kernels.elementwise import rms_norm
+
+        ones = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
         rms_norm(ones, ones[0], 0.0, torch.empty_like(ones))
-    except Exception as error:  # whatever compilers and drivers raise
+    except Exception as error:  # whatever Triton, compilers and drivers raise
         _log.warning("Triton kernels cannot be compiled here, torch's are used: %s", reason(error))
         return False
     return True

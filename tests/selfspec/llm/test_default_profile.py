@@ -123,6 +123,13 @@ def test_a_device_without_triton_kernels_decodes_plainly(monkeypatch):
     assert not module._has_triton(model, torch.device("cuda", 0)), "its weights are elsewhere"
 
 
+def test_no_triton_kernel_computes_in_float64(monkeypatch):
+    monkeypatch.setattr(module, "triton_enabled", lambda device: True)
+    elsewhere = torch.device("meta")
+    for dtype, has in ((torch.bfloat16, True), (torch.float64, False)):
+        assert module._has_triton(tiny(CONFIGS["llama"], dtype=dtype).to(elsewhere), elsewhere) == has
+
+
 def test_weights_that_cannot_be_quantised_are_left_alone():
     model = tiny(CONFIGS["llama"], dtype=torch.float64)
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)

@@ -174,6 +174,12 @@ def test_kernels_that_fail_or_are_wrong_are_not_taken(monkeypatch, fresh_cache):
     def fails(weight, dtype):
         raise NotImplementedError
 
+    def fails_in_triton(weight, dtype):
+        def product(x):
+            raise Exception("out of resource: shared memory")  # Triton's errors are of no narrower type than this
+
+        return product
+
     def fails_for_several(weight, dtype):
         right = fake(weight, dtype)
         return lambda x: right(x) if len(x) == 1 else torch.ops.onednn.no_such_thing(x)
@@ -182,7 +188,7 @@ def test_kernels_that_fail_or_are_wrong_are_not_taken(monkeypatch, fresh_cache):
         right = fake(weight, dtype)
         return lambda x: right(x) if len(x) == 1 else right(x.flip(0))
 
-    made = [fails, fails_for_several, wrong_for_several, fake]
+    made = [fails, fails_in_triton, fails_for_several, wrong_for_several, fake]
     monkeypatch.setitem(KERNELS, 8, {kernel.__name__: kernel for kernel in made})
     times = kernel_times(torch.randn(8, 64), 8)
     assert list(times) == ["fake"]

@@ -11,8 +11,8 @@ from wants import needs
 pytestmark = [needs("triton", "Triton"), pytest.mark.long("kernels compiled for GPUs")]
 
 SHARED = 99 * 1024  # bytes of a program's shared memory that every GPU from compute capability 8.0 on has
-WEIGHTS = {"dense": ("bf16", 0, 0, 128), "int8": ("i8", 1, 0, 256), "float8": ("fp8e4nv", 1, 0, 256)}
-WEIGHTS |= {f"int4, {group}": ("i32", 2, group, 32) for group in (64, 32)}
+WEIGHTS = {"dense": ("bf16", 0, 0, 2), "int8": ("i8", 1, 0, 1), "float8": ("fp8e4nv", 1, 0, 1)}
+WEIGHTS |= {f"int4, {group}": ("i32", 2, group, 4) for group in (64, 32)}
 STRIDES = ("x_stride", "out_stride", "qkv_stride", "key_row", "key_head", "key_slot", "value_row", "value_head",
            "value_slot")  # fmt: skip
 capabilities = pytest.mark.parametrize("capability", [80, 90])
@@ -42,20 +42,33 @@ def compiled(kernel: Any, capability: int, pointers: dict[str, str], constants: 
 )
 @pytest.mark.parametrize("epilogue", [0, 1, 2])
 def test_products(capability, name, epilogue):
-    import triton.language as tl
-
-    from selfspec.models.triton_kernels.products import BLOCK_OUT, WARPS, product_kernel, stages_of
-
-    kind, number, group, step = WEIGHTS[name]
-    stages = stages_of(number, epilogue)
-    pointers = {"x": "bf16", "w": kind, "scales": "i32" if number == 2 else "bf16", "bias": "bf16", "out": "bf16"}
-    constants = {"OUT": 4096, "IN": 4096, "GROUP": group, "KIND": number, "EPILOGUE": epilogue, "BIASED": True}
-    constants |= {"COMPUTE": tl.bfloat16, "BLOCK_M": 16, "BLOCK_N": BLOCK_OUT, "BLOCK_K": step, "DEPTH": stages}
-    constants |= {"FUSED": True}
-    made = compiled(product_kernel, capability, pointers, constants, num_warps=WARPS, num_stages=stages)
+    kind, number, group, size = WEIGHTS[name]
+    made = product(capability, kind, number, group, size, epilogue, "bf16", 2)
     assert made.asm["ptx"].count("mma.sync") >= 8  # the same instruction for any number of rows
     assert "wgmma" not in made.asm["ptx"]
     assert "cp.async" in made.asm["ptx"]  # weights are on their way while others are multiplied
+
+
+def product(capability, kind, number, group, size, epilogue, rows, row_size):
+    """`product_kernel` compiled for a kind of weights, of `size` bytes a value, and a dtype of rows."""
+    import triton.language as tl
+
+    from selfspec.models.triton_kernels.products import BLOCK_OUT, WARPS, product_kernel, stages_of, step_of
+
+    stages, step = stages_of(number, epilogue), step_of(number, size, row_size)
+    pointers = {"x": rows, "w": kind, "scales": "i32" if number == 2 else "bf16", "bias": rows, "out": rows}
+    constants = {"OUT": 4096, "IN": 4096, "GROUP": group, "KIND": number, "EPILOGUE": epilogue, "BIASED": True}
+    compute = {"bf16": tl.bfloat16, "fp32": tl.float32}[rows]
+    constants |= {"COMPUTE": compute, "BLOCK_M": 16, "BLOCK_N": BLOCK_OUT, "BLOCK_K": step, "DEPTH": stages}
+    constants |= {"FUSED": True}
+    return compiled(product_kernel, capability, pointers, constants, num_warps=WARPS, num_stages=stages)
+
+
+@pytest.mark.parametrize("epilogue", [0, 2])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_of_rows_in_float32_fit_in_shared_memory_too(name, epilogue):
+    kind, number, group, size = ("fp32", 0, 0, 4) if name == "dense" else WEIGHTS[name]
+    assert product(90, kind, number, group, size, epilogue, "fp32", 4).metadata.shared > 0
 
 
 @capabilities
@@ -91,6 +104,22 @@ def test_rope(capability):
     pointers |= dict.fromkeys(("partner", "positions", "slots"), "i64")
     constants = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "BLOCK": 128}
     compiled(rope_kernel, capability, pointers, constants, num_warps=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "dim"), [("bf16", 2, 256), ("bf16", 2, 512), ("fp32", 4, 256), ("fp32", 4, 512)]
+)
+def test_attention_of_wide_heads_fits_in_shared_memory(dtype, size, dim):
+    import triton.language as tl
+
+    from selfspec.models.triton_kernels.attention import chunk_kernel, slots_of_step
+
+    pointers = {"q": dtype, "keys": dtype, "values": dtype, "slots": "i64"}
+    pointers |= dict.fromkeys(("out", "largest", "total"), "fp32")
+    constants = {"KV_HEADS": 8, "GROUP": 4, "DIM": dim, "CHUNK": 1024, "BLOCK_D": dim, "BLOCK_T": 16, "WINDOW": 0}
+    constants |= {"MASKED": False, "mask": None, "COMPUTE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]}
+    constants |= {"BLOCK_M": 16, "BLOCK_S": slots_of_step(dim, size)}
+    compiled(chunk_kernel, 80, pointers, constants, num_warps=4, num_stages=2)
 
 
 @capabilities

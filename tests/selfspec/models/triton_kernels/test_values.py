@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from wants import needs
 
+from selfspec.models import kernels, norms
 from selfspec.models.kernels import kernels_on
+from selfspec.models.low_precision import quantize
 from selfspec.models.triton_kernels import switch
 from selfspec.models.triton_kernels.switch import triton_enabled
 
@@ -33,8 +36,9 @@ def failures(*cases: str) -> dict[str, str | None]:
 
 
 @needs_triton
-def test_a_row_has_the_bits_that_it_has_alone():
-    assert failures("rows_among_others") == {"rows_among_others": None}
+@pytest.mark.parametrize("case", ["rows_among_others", "current_devices"])
+def test_bits_of_rows_and_devices_of_launches(case):
+    assert failures(case) == {case: None}
 
 
 @needs_triton
@@ -102,6 +106,36 @@ def test_where_they_cannot_be_compiled_torch_is_used_with_one_warning(caplog):
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "Triton kernels cannot be compiled here, torch's are used"
     ]
+
+
+def test_where_triton_cannot_be_imported_torch_is_used(caplog, monkeypatch):
+    switch._compiles.cache_clear()
+    monkeypatch.setitem(sys.modules, "selfspec.models.triton_kernels.elementwise", None)
+    assert not switch._compiles(torch.device("cpu"))
+    assert "torch's are used" in caplog.text
+    switch._compiles.cache_clear()
+
+
+def test_the_weight_of_an_offloaded_norm_is_brought_to_the_device(monkeypatch):
+    """A kernel cannot read memory of another device, as torch's own operations cannot."""
+    weights = []
+    monkeypatch.setattr(norms, "triton_enabled", lambda device: True)
+    monkeypatch.setattr(norms, "device_of", lambda module: torch.device("meta"))
+    monkeypatch.setattr(norms, "_triton_norm", lambda weight, eps: weights.append(weight))
+    norms.Norms(1e-5).read(LlamaRMSNorm(8, eps=1e-5), torch.device("meta"))
+    assert [weight.device.type for weight in weights] == ["meta"]
+
+
+@needs_triton
+def test_weights_are_converted_to_float8_a_few_outputs_at_a_time(monkeypatch):
+    held = quantize(torch.randn(37, 128), 8)
+    whole, convert, sizes = kernels.triton_float8(held, torch.bfloat16), kernels._in_float8, []
+    monkeypatch.setattr(kernels, "_in_float8", lambda rows: (sizes.append(len(rows)), convert(rows))[1])
+    monkeypatch.setattr(kernels, "_CONVERTED", 5 * 128)
+    parts = kernels.triton_float8(held, torch.bfloat16)
+    assert sizes == [5] * 7 + [2]
+    assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
+    assert torch.equal(parts.scale, whole.scale)
 
 
 @needs_triton
