@@ -1,4 +1,4 @@
-"""The profile that drafts for a model without a search: its own weights in few bits, and tokens looked up."""
+"""The default profile of a model without a searched one: its own weights, quantised, and lookup tokens."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
     head = model.get_output_embeddings()
     if head is None:
         return None
-    gpu = _has_triton(model, device_of(head))
-    if not gpu and device_of(head).type != "cpu":
+    device = device_of(head)
+    gpu = _has_triton(model, device)
+    if not gpu and device.type != "cpu":
         return None
-    bits: Bits = 4 if gpu else 8
-    free = free_bytes(device_of(head)) if gpu else available_memory()
-    needed = _draft_bytes(model, bits)
+    needed = _draft_bytes(model, 4 if gpu else 8)
+    free = free_bytes(device) if gpu else available_memory()
     most = free * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
     if needed is None or needed > most:
         return None if gpu else Profile(model=identity, draft=LookupSpec())

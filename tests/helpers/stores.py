@@ -16,7 +16,7 @@ atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
 def stored(texts: Iterable[Sequence[int]], vocabulary: int) -> StoreProposer:
-    """What guesses from a store of these texts."""
+    """A proposer that looks up in a store of these texts."""
     path = FOLDER / f"{len([*FOLDER.iterdir()])}.store"
     write_store(path, texts, vocabulary=vocabulary)
     return StoreProposer(Store(path))

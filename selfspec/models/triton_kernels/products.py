@@ -38,6 +38,7 @@ def _int4(words, i: tl.constexpr, FUSED: tl.constexpr):
     """Return value `i` of 0 to 7 of packed `words` in float32, plus 16 if `i` is odd, plus 256 if it is even.
 
     A value's bits become the lowest whole bits of the number 16 or 256, so that no conversion is needed.
+    `FUSED`: masked and set by one instruction, which Triton's interpreter does not have.
     """
     if i < 2:
         bits = words << 15
@@ -112,7 +113,7 @@ def product_kernel(
     x, w, scales, bias, out, n, x_stride, out_stride,
     OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, EPILOGUE: tl.constexpr,
     BIASED: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr, FUSED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):  # fmt: skip
     """Compute `OUT` outputs of `n` rows `x` with the weight `w`.
 
@@ -127,7 +128,7 @@ def product_kernel(
     out += first.to(tl.int64) * out_stride
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, STEPS, BLOCK_K, num_stages=DEPTH):
+    for k in range(0, STEPS, BLOCK_K):
         acc = _partial(
             x, w, scales, outputs, rows, in_out, in_rows, k, x_stride, IN, GROUP, KIND, BLOCK_N, BLOCK_K, COMPUTE,
             FUSED, acc,
@@ -302,15 +303,16 @@ class TritonProduct:
             product_kernel[grid](
                 x, self.values, self.scale, self.bias, out, n, x.stride(0), out.stride(0), **shape, KIND=self.kind,
                 COMPUTE=compute_dtype(x.dtype), BLOCK_M=BLOCK_ROWS, BLOCK_N=BLOCK_OUT,
-                BLOCK_K=step_of(self.kind, self.values.element_size(), x.element_size()), DEPTH=stages,
-                num_warps=WARPS, num_stages=stages,
+                BLOCK_K=step_of(self.kind, self.values.element_size(), x.element_size()), num_warps=WARPS,
+                num_stages=stages,
             )  # fmt: skip
 
 
 def step_of(kind: int, size: int, row_size: int) -> int:
-    """Return the inputs, or words, of a step of `product_kernel`, for weights and rows of so many bytes a value.
+    """Return how many inputs, or int4 words of 8 inputs, `product_kernel` multiplies in a step.
 
-    Of quantised weights and rows in float32 they are half as many, so that all steps fit in shared memory.
+    `size` and `row_size`: the bytes of a weight and of a row's element. For quantised weights and rows in float32 a
+    step has half as many inputs, so that all steps fit in shared memory.
     """
     return 32 if kind == INT4 else BLOCK_BYTES // max(size, row_size // 2)
 

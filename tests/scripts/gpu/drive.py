@@ -165,8 +165,8 @@ def drive(parts: Sequence[Part], given: argparse.Namespace) -> int:
                 continue
             seconds = min(part.seconds * (10 if given.rehearse else 1), left)  # a CPU may be slow, or busy
             own = {name: value for name, value in env.items() if part.name != "attention" or "SDPA" not in name}
-            if part.name in ("triton_kernels", "tuning"):
-                own |= {"SELFSPEC_TRITON": "1", **({"TRITON_INTERPRET": "1"} if given.rehearse else {})}
+            if part.name == "triton_kernels" and given.rehearse:
+                own |= {"SELFSPEC_TRITON": "1", "TRITON_INTERPRET": "1"}
             failed += not run_part(part, lines=lines, log=log, env=own, seconds=seconds, options=options)
     print(f"{time.monotonic() - begun:.0f} s in all\n\n{table(read(lines))}", flush=True)
     return failed
@@ -248,6 +248,8 @@ def main() -> int:
     asked = [(name, limit) for name, _, limit in (text.partition(":") for text in given.parts or ())]
     if unknown := [name for name, _ in asked if name not in known]:
         parser.error(f"--parts: {', '.join(unknown)}; expected some of {', '.join(known)}")
+    if wrong := [limit for _, limit in asked if limit and not limit.isdecimal()]:
+        parser.error(f"--parts: {', '.join(wrong)}; expected whole seconds")
     parts = [replace(known[name], seconds=float(limit or known[name].seconds)) for name, limit in asked] or list(PARTS)
     calls = {0, *([given.call] if given.call else [1, 2]), *([3] if given.rehearse else [])}
     return 1 if drive([part for part in parts if given.parts or part.call in calls], given) else 0

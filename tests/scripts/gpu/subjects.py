@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from measuring import Part
 from tape import Tape
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import selfspec.runtime.forward
 from selfspec.llm.llm import LLM, wrap
@@ -18,6 +19,12 @@ from selfspec.runtime.base import Runtime
 from selfspec.types.draft_path import DraftPath, Mode
 
 CONTEXT = 8192  # positions of a widened model
+SHAPES = {  # of the products of Llama 3 8B: outputs and inputs
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate and up": (28672, 4096),
+    "down": (4096, 14336),
+}
 
 
 def paths(layers: int) -> dict[str, DraftPath]:
@@ -60,6 +67,25 @@ def load_widened(part: Part, factor: int) -> LLM:
     llm = wrap(wide, tokenizer, profile="none", name=f"builtin, widened {factor} times")
     size_cache(llm.runtime, 1024)
     return llm
+
+
+def random_llama(part: Part, *, positions: int, layers: int = 32) -> Any:
+    """Return Llama 3 8B with random weights, joined as drafts have theirs, with `layers` of its layers."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"vocab_size": 128256, "num_hidden_layers": layers}
+    if part.toy:
+        sizes = {name: max(value // 64, 2) for name, value in sizes.items()} | {"num_attention_heads": 4}
+    config = LlamaConfig(**sizes, max_position_embeddings=positions, rms_norm_eps=1e-5, rope_theta=500000.0)
+    with part.device, torch.random.fork_rng(devices=[] if part.toy else [part.device]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM._from_config(config, dtype=part.dtype).eval()
+    join_all_(model)
+    return model
+
+
+def read_bytes(model: Any) -> int:
+    """Return the bytes of the weights that a plain step reads."""
+    return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
 
 
 def size_cache(runtime: Runtime, slots: int) -> None:

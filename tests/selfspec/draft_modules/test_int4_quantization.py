@@ -63,7 +63,7 @@ def written(runtime, file, method="weighted", *, texts=TEXTS, group=64, **option
 
 
 def inputs_of(model, modules):
-    """What hooks see go into each module, `[N, in]` a call, while `transformers` runs one text after the other."""
+    """The inputs of each module, `[N, in]` a call, recorded by hooks while `transformers` runs the texts in turn."""
     seen = [[] for _ in modules]
     handles = [
         module.register_forward_pre_hook(lambda _, args, own=own: own.append(args[0].flatten(0, -2)))

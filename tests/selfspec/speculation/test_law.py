@@ -133,23 +133,23 @@ DRAFTERS = {
         runtime, LOW, RateOptimal(floor=0.0, k_max=2, payoff=UNSURE), candidates=3, confidence=BY_GAP
     ),
     "few bits, draft vocabulary": lambda runtime: drafters.LayerSkipDrafter(runtime, FEW_WORDS, FixedK(2)),
-    "guesses": lambda runtime: drafters.LayerSkipDrafter(
+    "lookup tokens": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((0,), (1,)), StaticThreshold(0.3, 3), proposer_chain=LOOKUP_PRIOR
     ),
-    "guesses, candidates": lambda runtime: drafters.LayerSkipDrafter(
+    "lookup tokens, candidates": lambda runtime: drafters.LayerSkipDrafter(
         runtime, LOW, StaticThreshold(0.4, 2), candidates=2, confidence=BY_GAP, proposer_chain=LOOKUP_PRIOR
     ),
-    "guesses alone": lambda runtime: drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
+    "lookup tokens alone": lambda runtime: drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)),
     "merged": lambda runtime: drafters.MergedDrafter(
         [drafters.LayerSkipDrafter(runtime, SkipSet((0,), (1,)), FixedK(1)), RandomTree(VOCABULARY, (1, 1))]
     ),
     "merged, of one law": lambda runtime: drafters.MergedDrafter(
         [Backwards(VOCABULARY, (1,)), Backwards(VOCABULARY, (1, 1))]
     ),
-    "merged, a guess first": lambda runtime: drafters.MergedDrafter(
+    "merged, a lookup token first": lambda runtime: drafters.MergedDrafter(
         [drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2)), RandomTree(VOCABULARY, (1, 1))]
     ),
-    "merged, a guess last": lambda runtime: drafters.MergedDrafter(
+    "merged, a lookup token last": lambda runtime: drafters.MergedDrafter(
         [RandomTree(VOCABULARY, (2,)), drafters.LookupDrafter([Adding(VOCABULARY)], StaticThreshold(0.1, 2))]
     ),
     "input": lambda runtime: drafters.InputDrafter(FixedK(2)),
@@ -212,8 +212,8 @@ MANY = (
     "long chain",
     "merged",
     "merged, of one law",
-    "merged, a guess first",
-    "merged, a guess last",
+    "merged, a lookup token first",
+    "merged, a lookup token last",
     "draft model",
     "draft model, candidates",
     "staged",
@@ -226,7 +226,7 @@ MANY = (
     "layer skip, candidates",
     "layer skip, rate",
     "few bits, candidates",
-    "guesses, candidates",
+    "lookup tokens, candidates",
 )
 LONG = ("plain", "chain", "one-hot", "candidates", "layer skip, candidates")  # of which four tokens are always tried
 RULES = {"token": verify.token, "block": verify.block}
@@ -328,7 +328,7 @@ class Deduplicating(Merging):
 
 
 class Insisting(drafters.LayerSkipDrafter):
-    """Puts the guess in the place of the token that was drawn."""
+    """Puts the lookup token in the place of the drawn one."""
 
     def _draft(self, chain, logits):
         predicted = chain.lookup_tokens[:1]
@@ -407,7 +407,7 @@ WRONG_DRAFTERS = {
     "q of another temperature": lambda runtime: WrongTemperature(VOCABULARY, (1, 1)),
     "a low-confidence token withheld": lambda runtime: Withholding(VOCABULARY, (1, 1)),
     "a drawn duplicate removed": lambda runtime: Deduplicating(VOCABULARY),
-    "a guess in the place of what was drawn": lambda runtime: Insisting(
+    "a lookup token in the place of the drawn one": lambda runtime: Insisting(
         runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=LOOKUP_PRIOR
     ),
     "an inner correction left out": staged(Uncorrected),
@@ -416,8 +416,8 @@ WRONG_DRAFTERS = {
     "a rejected proposal before the drawn token": staged(Before),
 }
 RIGHT = {  # what those are made of; the others are among `DRAFTERS`
-    "a guess that q leaves out": lambda runtime: Merging(VOCABULARY),
-    "guesses beside what is drawn": lambda runtime: drafters.LayerSkipDrafter(
+    "a lookup token that q leaves out": lambda runtime: Merging(VOCABULARY),
+    "lookup tokens beside the drawn one": lambda runtime: drafters.LayerSkipDrafter(
         runtime, SkipSet((0,), (1,)), FixedK(2), proposer_chain=LOOKUP_PRIOR
     ),
     "a round within a round": staged(Staged),
@@ -438,7 +438,7 @@ def test_the_right_one_beside_it_is_not(runtime, name, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", ["merged, of one law", "merged, a guess first"])
+@pytest.mark.parametrize("name", ["merged, of one law", "merged, a lookup token first"])
 def test_a_drawn_token_dropped_because_another_drafter_proposed_it_is_seen(runtime, rule, name, monkeypatch):
     monkeypatch.setattr(merging, "merged", lambda drafts, *, drawn, merged=merging.merged: merged(drafts, drawn=False))
     assert deviation(runtime, DRAFTERS[name], 3, rule=rule) > SEEN

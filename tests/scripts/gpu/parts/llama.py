@@ -12,13 +12,11 @@ from itertools import pairwise
 
 import torch
 from measuring import Part, awaited, queued, read_bandwidth
-from subjects import as_on_cuda, parameters, paths, size_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from subjects import as_on_cuda, parameters, paths, random_llama, read_bytes, size_cache
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import decode
-from selfspec.models.layout import join_all_
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
@@ -29,24 +27,15 @@ from selfspec.types.draft_path import FULL
 part = Part("llama")
 device = part.device
 as_on_cuda(part)
-sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-sizes |= {"vocab_size": 128256, "num_hidden_layers": 32}
-if part.toy:
-    sizes = {name: max(value // 64, 2) for name, value in sizes.items()} | {"num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2}
 contexts = (64, 128, 256) if part.toy else (256, 2048, 8192)
 repeats = 4 if part.toy else 24
 SLOTS = contexts[-1] + 256
-config = LlamaConfig(**sizes, max_position_embeddings=SLOTS, rms_norm_eps=1e-5, rope_theta=500000.0)
-with device, torch.random.fork_rng(devices=[] if part.toy else [device]):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(config, dtype=part.dtype).eval()
-join_all_(model)
+model = random_llama(part, positions=SLOTS)
 runtime = LeanRuntime(model)
 size_cache(runtime, SLOTS)
 own = paths(runtime.layers)
 bandwidth = read_bandwidth(device, 2**24 if part.toy else 2**32)
-read = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+read = read_bytes(model)
 part.line("model", parameters=parameters(model), weights_gib=read / 2**30, read_gb_per_s=bandwidth / 1e9,
           roofline_ms=1e3 * read / bandwidth)  # fmt: skip
 

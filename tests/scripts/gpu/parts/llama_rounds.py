@@ -12,13 +12,11 @@ from itertools import islice
 
 import torch
 from measuring import Part, queued, read_bandwidth, synchronise
-from subjects import as_on_cuda, paths, size_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from subjects import as_on_cuda, paths, random_llama, read_bytes, size_cache
 
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import decode
-from selfspec.models.layout import join_all_
 from selfspec.proposers.base import ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
@@ -29,26 +27,17 @@ from selfspec.types.draft_path import FULL
 part = Part("llama_rounds")
 device = part.device
 as_on_cuda(part)
-sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-sizes |= {"vocab_size": 128256, "num_hidden_layers": 32}
-if part.toy:
-    sizes = {name: max(value // 64, 2) for name, value in sizes.items()} | {"num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2}
 keys, lengths = (64, (2,)) if part.toy else (2048, (2, 4, 6, 8, 12))
-config = LlamaConfig(**sizes, max_position_embeddings=keys + 2048, rope_theta=500000.0)
-with device, torch.random.fork_rng(devices=[] if part.toy else [device]):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM._from_config(config, dtype=part.dtype).eval()
-join_all_(model)
+model = random_llama(part, positions=keys + 2048)
 runtime = LeanRuntime(model)
 size_cache(runtime, keys + 1024)
 own = paths(runtime.layers)
-read = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+read = read_bytes(model)
 bandwidth = read_bandwidth(device, 2**24 if part.toy else 2**32)
 part.line("model", weights_gb=read / 1e9, read_gb_per_s=bandwidth / 1e9, roofline_ms=1e3 * read / bandwidth)
 
 compiled = {"plain": runtime.compile(FULL), **{name: runtime.compile(own[name]) for name in ("int4", "int8")}}
-tokens = torch.randint(config.vocab_size, (1, keys + 16), device=device)
+tokens = torch.randint(model.config.vocab_size, (1, keys + 16), device=device)
 with runtime.session(keys + 16):
     runtime.forward(tokens[:, :keys], 0, logits=None)
     for name, n in (("plain", 1), ("plain", 5), ("plain", 9), ("plain", 16), ("int4", 1), ("int8", 1)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from measuring import Part, read_bandwidth, replayed
-from subjects import as_on_cuda
+from subjects import SHAPES, as_on_cuda
 
 from selfspec.models.kernels import BY_DEVICE
 from selfspec.models.low_precision import quantize
@@ -16,13 +16,7 @@ part = Part("products")
 as_on_cuda(part)
 device = part.device
 ROWS = (1, 2, 4, 8, 16)
-SHAPES = {  # of outputs and inputs
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate and up": (28672, 4096),
-    "down": (4096, 14336),
-    "head": (128256, 4096),
-}
+HEAD = {"head": (128256, 4096)}  # outputs and inputs
 ENOUGH = 2**28  # bytes of weights that are read in turn: more than any cache holds
 shrink = 32 if part.toy else 1
 part.line("bandwidth", of="a sum, GB/s", gb_per_s=read_bandwidth(device, ENOUGH // shrink) / 1e9)
@@ -48,7 +42,7 @@ def products(weight: torch.Tensor):
             )
 
 
-for shape, (out, into) in SHAPES.items():
+for shape, (out, into) in (SHAPES | HEAD).items():
     weight = torch.randn(out // shrink, into // shrink, device=device).to(part.dtype)
     for name, size, make in products(weight):
         if part.left() < 8:

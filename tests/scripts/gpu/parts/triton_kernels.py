@@ -1,6 +1,6 @@
 """The Triton kernels: values, whether rows have the bits that they have alone, products and passes beside torch's.
 
-The driver sets `SELFSPEC_TRITON=1` and, in a rehearsal, `TRITON_INTERPRET=1`: an interpreter's times say nothing, and a
+In a rehearsal the driver sets `SELFSPEC_TRITON=1` and `TRITON_INTERPRET=1`: an interpreter's times say nothing, and a
 row's bits depend on its place there.
 """
 
@@ -15,11 +15,9 @@ from itertools import product as every
 
 import torch
 from measuring import Part, queued, read_bandwidth, replayed
-from subjects import paths, size_cache
-from transformers import LlamaConfig, LlamaForCausalLM
+from subjects import SHAPES, paths, random_llama, size_cache
 
 from selfspec.models.kernels import kernels_on, triton
-from selfspec.models.layout import join_all_
 from selfspec.models.low_precision import QuantizedWeight, quantize
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.draft_path import FULL
@@ -29,7 +27,6 @@ if find_spec("triton") is None:
     part.line("kernels", said="triton is not installed: left out")
     sys.exit(0)
 device, dtype = part.device, part.dtype
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
 shrink = 64 if part.toy else 1
 ROWS = (1, 3, 9, 16)
 
@@ -133,14 +130,7 @@ def speeds() -> None:
 
 def passes() -> None:
     """Write passes of eight layers of Llama 3 8B beside torch's: times, differences, and bits of verification."""
-    sizes = {"hidden_size": 4096 // shrink, "intermediate_size": 14336 // shrink, "vocab_size": 128256 // shrink}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if part.toy else {
-        "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
-    config = LlamaConfig(**sizes, **heads, num_hidden_layers=2 if part.toy else 8, max_position_embeddings=4096)
-    with device:
-        torch.manual_seed(0)
-        model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-    join_all_(model)
+    model = random_llama(part, positions=4096, layers=8)
     ours = LeanRuntime(model, kernel=triton)
     os.environ["SELFSPEC_TRITON"] = "0"
     theirs = LeanRuntime(model)
@@ -149,7 +139,7 @@ def passes() -> None:
     for runtime in (ours, theirs):
         size_cache(runtime, contexts[-1] + 32)
     int4 = ours.compile(paths(ours.layers)["int4"])
-    tokens = torch.randint(config.vocab_size, (1, contexts[-1] + 9), device=device)
+    tokens = torch.randint(model.config.vocab_size, (1, contexts[-1] + 9), device=device)
     for context in contexts:
         if part.left() < 8:
             return

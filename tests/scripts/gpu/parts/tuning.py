@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from measuring import Part, replayed
+from subjects import SHAPES
 
-SHAPES = {"o": (4096, 4096), "gate": (28672, 4096), "down": (4096, 14336)}  # of outputs and inputs
+NAMES = ("o", "gate and up", "down")  # of the shapes that are measured
 SIZES = [  # outputs of a program, bytes of an output's weights in a step, warps, stages
     (32, 256, 4, 4), (32, 256, 4, 3), (32, 256, 4, 6), (16, 256, 2, 4), (16, 512, 4, 3), (32, 128, 4, 5),
     (32, 512, 8, 3), (64, 128, 8, 4), (16, 128, 2, 6),
@@ -35,8 +36,8 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(*case) for case in itertools.product(("bfloat16", "int8"), SHAPES, SIZES)),
-    *(Case("row", *case) for case in itertools.product(SHAPES, ROW)),
+    *(Case(*case) for case in itertools.product(("bfloat16", "int8"), NAMES, SIZES)),
+    *(Case("row", *case) for case in itertools.product(NAMES, ROW)),
     *(Case("attention", *case) for case in itertools.product((2048, 8192), ATTENTION)),
 ]
 
@@ -64,7 +65,7 @@ def product(case: Case, device: torch.device, copies: int) -> tuple[Callable[[in
 
     def calls(rows: int) -> list[Any]:
         x = torch.randn(rows, into, device=device).bfloat16()
-        if case.shape == "gate":
+        if case.shape == "gate and up":
             return [partial(each.gate, x, x.new_empty(rows, out // 2)) for each in made]
         if case.shape == "down":
             return [partial(each.add, x.new_zeros(rows, out), x) for each in made]

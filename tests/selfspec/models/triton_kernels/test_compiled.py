@@ -59,7 +59,7 @@ def product(capability, kind, number, group, size, epilogue, rows, row_size):
     pointers = {"x": rows, "w": kind, "scales": "i32" if number == 2 else "bf16", "bias": rows, "out": rows}
     constants = {"OUT": 4096, "IN": 4096, "GROUP": group, "KIND": number, "EPILOGUE": epilogue, "BIASED": True}
     compute = {"bf16": tl.bfloat16, "fp32": tl.float32}[rows]
-    constants |= {"COMPUTE": compute, "BLOCK_M": 16, "BLOCK_N": BLOCK_OUT, "BLOCK_K": step, "DEPTH": stages}
+    constants |= {"COMPUTE": compute, "BLOCK_M": 16, "BLOCK_N": BLOCK_OUT, "BLOCK_K": step}
     constants |= {"FUSED": True}
     return compiled(product_kernel, capability, pointers, constants, num_warps=WARPS, num_stages=stages)
 
