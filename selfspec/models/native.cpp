@@ -38,6 +38,8 @@ constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side firs
 constexpr int ONCE = 12;                 // such rows that a weight is read once for: more wait less while it comes
 
 constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
+constexpr bool FETCHES = V >= 16;        // whether weights are fetched while others are multiplied: short vectors gain nothing
+constexpr int FEWEST = 4;                // rows of a turn, where all rows take several: more than `ONCE`
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
@@ -378,18 +380,32 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
     return bfloat16(((const uint16_t *)row)[k]);
 }
 
+// Weights that are fetched while others are multiplied: at each step of the inputs, `step` bytes from `from` on (0: none).
+struct Ahead {
+    const char *from;
+    int64_t step;
+};
+
+// Fetches a step's bytes into the second-level cache, as the first has room only for what is multiplied now.
+INLINE void fetch(Ahead &ahead) {
+    __builtin_prefetch(ahead.from, 0, 2);
+    if (ahead.step > 64) __builtin_prefetch(ahead.from + 64, 0, 2);
+    ahead.from += ahead.step;
+}
+
 // Adds products of inputs k to `end` of R rows with the weights of O outputs from `from` on, each `row` bytes after the one
 // before. `SIDE`: a vector of each of the rows, then the next ones, lie side by side in `x`. Returns the inputs done.
-template <int K, int R, int O, bool SIDE>
-INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, int64_t k, int64_t end, floats (&a)[R][O]) {
+template <int K, int R, int O, bool SIDE, bool FETCH>
+INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, int64_t k, int64_t end, Ahead ahead, floats (&a)[R][O]) {
     for (; k + V <= end; k += V) {
         floats weights[O];
         const int64_t byte = row_bytes<K>(k);
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) {
             weights[i] = load<K>(from + i * row, k);
-            if ((byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
+            if (!FETCH && (byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
         }
+        if (FETCH) fetch(ahead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const float *const from_row = SIDE ? x + k * R + r * V : x + r * ldx + k;
@@ -403,8 +419,8 @@ INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, 
 
 #if defined(PAIRS)
 // The same of PAIRED weights, with `in` inputs; rows in bfloat16 lie side by side in vectors of 2 V numbers.
-template <int R, int O>
-INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int64_t k, int64_t end, int64_t in, floats (&a)[R][O]) {
+template <int R, int O, bool FETCH>
+INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int64_t k, int64_t end, int64_t in, Ahead ahead, floats (&a)[R][O]) {
     for (; k < end; k += 2 * V) {
         __m512i weights[O];
         const __mmask32 some = in - k < 2 * V ? (1u << (in - k)) - 1 : ~0u;
@@ -412,8 +428,9 @@ INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int6
         for (int i = 0; i < O; i++) {
             const char *const at = from + i * row + 2 * k;
             weights[i] = some == ~0u ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16(some, at);
-            __builtin_prefetch(at + (O + 2 * AHEAD_ROWS) * row);
+            if (!FETCH) __builtin_prefetch(at + (O + 2 * AHEAD_ROWS) * row);
         }
+        if (FETCH) fetch(ahead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512i of_row = (__m512i)held((floats)_mm512_loadu_si512(x + k * R + r * 2 * V));
@@ -455,7 +472,9 @@ template <int R, int O> INLINE void put_all(const Weight &w, int64_t o, int64_t 
 }
 
 // What a block of products is of: `n` rows, which lie side by side in `side` too if they are many, filled up as `room` says, and
-// the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there.
+// the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there. All rows are multiplied with
+// the same weights in `turns` turns, of which this is number `turn`; each fetches its share of the weights `next` bytes after
+// those, if that is not 0.
 struct Rows {
     int64_t n;
     const float *x;
@@ -464,31 +483,46 @@ struct Rows {
     int64_t from, to;
     bool last;
     floats *sums;
+    int64_t turn, turns, next;
 };
+
+template <bool SIDE> INLINE const float *rows_at(const Rows &rows) { return SIDE ? (const float *)rows.side : rows.x; }
+
+// The sums of R rows with O outputs over the inputs that `rows` covers. Returns the inputs done.
+template <int K, int R, int O, bool SIDE, bool FETCH>
+INLINE int64_t sums_of_inputs(const Weight &w, const char *from, int64_t row, const Rows &rows, Ahead ahead, floats (&a)[R][O]) {
+#if defined(PAIRS)
+    if constexpr (K == PAIRED) {
+        sums_of_pairs<R, O, FETCH>(from, row, (const uint16_t *)rows.side, rows.from, rows.to, w.in, ahead, a);
+        return w.in;
+    }
+#endif
+    return sums<K, R, O, SIDE, FETCH>(from, row, rows_at<SIDE>(rows), rows.ldx, rows.from, rows.to, ahead, a);
+}
 
 // Outputs o to o + O of R rows.
 template <int K, int R, int O, bool SIDE>
 INLINE void block(const Weight &w, int64_t o, const Rows &rows, floats *kept, float *y, int64_t ldy, bool add) {
     const int64_t row = row_bytes<K>(w.in);
     const char *from = w.values + o * row;
-    const float *const x = SIDE ? (const float *)rows.side : rows.x;
     floats a[R][O] = {};
     int64_t k = w.in;
-    constexpr bool IN_PARTS = SIDE && !grouped(K);
+    constexpr bool IN_PARTS = SIDE && !grouped(K), FETCH = FETCHES && IN_PARTS && R >= FEWEST && R <= PACKED && O > 1;
     if (IN_PARTS && rows.from > 0) {  // one by one, as compilers keep what `memcpy` reads in memory
 #pragma GCC unroll 24
         for (int i = 0; i < R * O; i++) a[i / O][i % O] = kept[i];
     }
     if constexpr (K == SUPER4)
-        sums_of_decoded<R, O, SIDE>(w, o, x, rows.ldx, a);
+        sums_of_decoded<R, O, SIDE>(w, o, rows_at<SIDE>(rows), rows.ldx, a);
     else if constexpr (grouped(K))
-        sums_of_blocks<K, R, O>(w, o, x, rows.ldx, a);
-#if defined(PAIRS)
-    else if constexpr (K == PAIRED)
-        sums_of_pairs<R, O>(from, row, (const uint16_t *)rows.side, rows.from, rows.to, w.in, a);
-#endif
-    else
-        k = sums<K, R, O, SIDE>(from, row, x, rows.ldx, rows.from, rows.to, a);
+        sums_of_blocks<K, R, O>(w, o, rows_at<SIDE>(rows), rows.ldx, a);
+    else if (FETCH && rows.next) {
+        constexpr int STEP = K == PAIRED ? 2 * V : V;
+        const int64_t step = O * row_bytes<K>(STEP) / rows.turns;
+        const Ahead ahead = {from + rows.next + O * row * rows.turn / rows.turns + rows.from / STEP * step, step};
+        k = sums_of_inputs<K, R, O, SIDE, FETCH>(w, from, row, rows, ahead, a);
+    } else
+        k = sums_of_inputs<K, R, O, SIDE, false>(w, from, row, rows, {}, a);
     if (IN_PARTS && !rows.last) {
 #pragma GCC unroll 24
         for (int i = 0; i < R * O; i++) kept[i] = a[i / O][i % O];
@@ -565,7 +599,7 @@ static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t 
 }
 #endif
 
-constexpr int64_t NEAR_BYTES = 1 << 18;  // of weights, which stay near while such rows are multiplied with them
+constexpr int64_t NEAR_BYTES = FETCHES ? 1 << 17 : 1 << 18;  // of weights, which stay near while such rows are multiplied with them
 constexpr int64_t NEAREST_BYTES = 7 << 12;  // of rows side by side that are multiplied at once with as much of weights
 
 template <int K>
@@ -583,8 +617,9 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     floats *kept_sums = nullptr;
     if (beside) {
         if (in_parts) parts = 1 + each * (int64_t)sizeof(Number) / (NEAREST_BYTES + 1);
-        near = NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4;
+        near = times > 1 ? NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4 : to - from;
         near = near < 4 ? 4 : parts > 1 && near > 24 ? 24 : near;
+        if (near < to - from) near = ((to - from) / ((to - from + near - 1) / near) + 3) / 4 * 4;  // as many each time
         static thread_local Kept kept;
         const int64_t bytes = (times * each * (int64_t)sizeof(Number) + 63) / 64 * 64;
         side = (Number *)kept.of(bytes + (parts > 1 ? near * room(at_once) * sizeof(floats) : 0));
@@ -597,7 +632,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     for (; from < to; from += near)
         for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
             const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
-            Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums};
+            Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums, i, times, times > 1 && end < to ? near * row_bytes<K>(w.in) : 0};
             float *const out = y + first * ldy;
             if (!beside) {
                 of_rows<K, FEW, false>(w, from, end, these, out, ldy, add);
@@ -952,12 +987,13 @@ extern "C" {
 
 int64_t selfspec_vector() { return V; }
 
-// Whether long vectors, and no tiles, multiply many rows with weights of `kind`, FLOAT32 or BFLOAT16, as fast as any kernel.
-// Rows are then rounded to bfloat16 before they are multiplied with BFLOAT16.
+// Whether long vectors, and no tiles, multiply many rows with weights of `kind`, FLOAT32, BFLOAT16, INT8 or INT4, as fast as
+// any kernel. Rows are then rounded to bfloat16 before they are multiplied with BFLOAT16.
 int64_t selfspec_many_by_vectors(int64_t kind) {
 #if defined(TILES)
     if (tiles_allowed()) return 0;
 #endif
+    if (kind == INT8 || kind == INT4) return LANES == 16;
 #if defined(PAIRS)
     return 1;
 #else

@@ -136,11 +136,12 @@ class NativeProduct:
     """The product of rows `[N, in]` with a weight `[out, in]`: float32 or bfloat16, stored by rows, or quantised.
 
     The weight may be the joined weight of linears that read the same input, as their fused `Product`. Sums are float32.
-    Up to `ROWS` rows use the kernel `batch_invariant`, as do all rows with a bfloat16 weight where the processor
-    multiplies pairs of bfloat16 numbers (AVX-512 BF16, unless it has AMX tiles), for which rows are rounded to
-    bfloat16, as those of a bfloat16 model are in torch. For more rows, a float32 weight has a second native kernel if
-    the processor has AMX tiles or AVX-512; otherwise torch multiplies, for which a quantised weight is dequantised to
-    bfloat16 and kept. If torch has no fast bfloat16 products, quantised and bfloat16 weights use `batch_invariant` for
+    Up to `ROWS` rows use the kernel `batch_invariant`. So do more rows where no kernel is faster, unless the processor
+    has AMX tiles: with quantised weights if it has AVX-512 VNNI, and with a bfloat16 weight if it multiplies pairs of
+    bfloat16 numbers (AVX-512 BF16), for which rows are rounded to bfloat16, as those of a bfloat16 model are in torch.
+    For more rows, a float32 weight has a second native kernel if the processor has AMX tiles or AVX-512; otherwise
+    torch multiplies, for which a quantised weight is dequantised to bfloat16 and kept. If torch has no fast bfloat16
+    products, quantised and bfloat16 weights use `batch_invariant` for
     any number of rows. Raises `SelfspecError` if the compiled library is not available.
     """
 
@@ -160,7 +161,7 @@ class NativeProduct:
         native = library()
         self._multiply, self._multiply_many = native.selfspec_multiply, native.selfspec_multiply_many
         # Whether `batch_invariant` is the fastest product with any number of rows.
-        self._by_vectors = kind == Kind.BFLOAT16 and bool(native.selfspec_many_by_vectors(kind))
+        self._by_vectors = kind in (Kind.BFLOAT16, Kind.INT8, Kind.INT4) and bool(native.selfspec_many_by_vectors(kind))
         self.values = values
         self.bias = bias if bias is None or bias.dtype in KINDS else bias.float()
         self._tensors = (self.values, scale, self.bias)

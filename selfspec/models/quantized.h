@@ -14,9 +14,10 @@
 #endif
 
 constexpr int64_t TILE = 16;              // outputs of a tile
-constexpr int64_t AHEAD = 2048;           // bytes from what is read to what is prefetched
+constexpr int64_t AHEAD = 2048;           // bytes from what is read to what is prefetched, of one tile
 constexpr int PARTS_OF_TILE = TILE / LANES;
-constexpr int ROWS_AT_ONCE = LANES == 16 ? 8 : 2;  // rows whose sums fit in registers
+// Rows and tiles whose sums fit in registers. Two tiles, so that what is read of a row is multiplied twice.
+constexpr int ROWS_AT_ONCE = LANES == 16 ? 6 : 2, TILES_AT_ONCE = LANES == 16 ? 2 : 1;
 
 typedef float lane_floats __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t lane_ints __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -110,38 +111,42 @@ template <int K> static void quantize_rows(const Weight &w, const float *x, int6
     }
 }
 
-// The products of R rows, the first of them `row`, with a tile's outputs.
-template <int K, int R>
-INLINE void multiply_tile(const Weight &w, int64_t tile, const Int8Rows &x, int64_t row, lane_floats (&y)[R][PARTS_OF_TILE]) {
+// The products of R rows, the first of them `row`, with the outputs of T tiles.
+template <int K, int R, int T>
+INLINE void multiply_tiles(const Weight &w, int64_t tile, const Int8Rows &x, int64_t row, lane_floats (&y)[R][T * PARTS_OF_TILE]) {
+    constexpr int PARTS = T * PARTS_OF_TILE;
     constexpr int64_t BYTES = TILE * BLOCK / (K == INT4 ? 2 : 1);
-    const char *weights = w.values + tile * x.blocks * BYTES;
-    const uint16_t *grid = (const uint16_t *)w.scale + (K == INT4 ? tile * (w.in >> w.group) * 2 * TILE : 0);
-    lane_floats scale[PARTS_OF_TILE], zero[PARTS_OF_TILE];
+    const int64_t each = x.blocks * BYTES, each_grid = K == INT4 ? (w.in >> w.group) * 2 * TILE : 0;
+    const char *weights = w.values + tile * each;
+    const uint16_t *grid = (const uint16_t *)w.scale + tile * each_grid;
+    lane_floats scale[PARTS], zero[PARTS];
     for (int64_t b = 0; b < x.blocks; b++, weights += BYTES) {
         if (K == INT4 && (b * BLOCK & ((1 << w.group) - 1)) == 0) {
-            for (int p = 0; p < PARTS_OF_TILE; p++) {
-                scale[p] = of_halves(grid + p * LANES);
-                zero[p] = of_halves(grid + TILE + p * LANES);
+            for (int p = 0; p < PARTS; p++) {
+                const uint16_t *const of_part = grid + p / PARTS_OF_TILE * each_grid + p % PARTS_OF_TILE * LANES;
+                scale[p] = of_halves(of_part);
+                zero[p] = of_halves(of_part + TILE);
             }
             grid += 2 * TILE;
         }
-        lane_ints a[R][PARTS_OF_TILE];
+        lane_ints a[R][PARTS];
         const int8_t *of_row[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             of_row[r] = x.values + (row + r) * x.wide + b * BLOCK;
-            for (int p = 0; p < PARTS_OF_TILE; p++) a[r][p] = lane_ints{} + x.start[(row + r) * x.blocks + b];
+            for (int p = 0; p < PARTS; p++) a[r][p] = lane_ints{} + x.start[(row + r) * x.blocks + b];
         }
 #pragma GCC unroll 8
         for (int64_t line = 0; line < BYTES; line += 64) {
-            __builtin_prefetch(weights + line + AHEAD);
-            lane_ints bytes[PARTS_OF_TILE];
-            for (int p = 0; p < PARTS_OF_TILE; p++) bytes[p] = *(const lane_ints *)(weights + line + p * LANES * 4);
+            for (int t = 0; t < T; t++) __builtin_prefetch(weights + line + t * each + (T > 1 ? T * each : AHEAD));
+            lane_ints bytes[PARTS];
+            for (int p = 0; p < PARTS; p++)
+                bytes[p] = *(const lane_ints *)(weights + line + p / PARTS_OF_TILE * each + p % PARTS_OF_TILE * LANES * 4);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 int32_t four[2];
                 memcpy(four, of_row[r] + line / (K == INT4 ? 8 : 16), K == INT4 ? 8 : 4);
-                for (int p = 0; p < PARTS_OF_TILE; p++) {
+                for (int p = 0; p < PARTS; p++) {
                     a[r][p] = dot<K>(a[r][p], K == INT4 ? bytes[p] & 0x0f0f0f0f : bytes[p], four[0]);
                     if (K == INT4) a[r][p] = dot<K>(a[r][p], bytes[p] >> 4 & 0x0f0f0f0f, four[1]);
                 }
@@ -150,7 +155,7 @@ INLINE void multiply_tile(const Weight &w, int64_t tile, const Int8Rows &x, int6
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const int64_t i = (row + r) * x.blocks + b;
-            for (int p = 0; p < PARTS_OF_TILE; p++) {
+            for (int p = 0; p < PARTS; p++) {
                 const lane_floats dots = __builtin_convertvector(a[r][p], lane_floats), of_block = lane_floats{} + x.scale[i];
                 y[r][p] = fused_lanes(K == INT4 ? dots * of_block : dots, K == INT4 ? scale[p] : of_block, y[r][p]);
             }
@@ -158,39 +163,41 @@ INLINE void multiply_tile(const Weight &w, int64_t tile, const Int8Rows &x, int6
         if (K == INT4 && ((b + 1) * BLOCK & ((1 << w.group) - 1)) == 0)
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-                for (int p = 0; p < PARTS_OF_TILE; p++) {
+                for (int p = 0; p < PARTS; p++) {
                     const lane_floats sum = lane_floats{} + x.sum[(row + r) * x.groups + (b * BLOCK >> w.group)];
                     y[r][p] = fused_lanes(sum, zero[p], y[r][p]);
                 }
     }
 }
 
-// Writes outputs `from` to `to` of a tile's R rows.
-template <int K, int R>
-static void tile_of_rows(const Weight &w, int64_t tile, int64_t from, int64_t to, const Int8Rows &x, int64_t row, float *y, int64_t ldy, bool add) {
-    lane_floats sums[R][PARTS_OF_TILE] = {};
-    multiply_tile<K, R>(w, tile, x, row, sums);
-    const int64_t first = tile * TILE;
-    for (int r = 0; r < R; r++, y += ldy) {
+// Writes outputs `from` to `to` of T tiles' R rows.
+template <int K, int R, int T>
+static void tiles_of_rows(const Weight &w, int64_t tile, int64_t from, int64_t to, const Int8Rows &x, int64_t row, float *y, int64_t ldy, bool add) {
+    lane_floats sums[R][T * PARTS_OF_TILE] = {};
+    multiply_tiles<K, R, T>(w, tile, x, row, sums);
+    for (int i = 0; i < R * T; i++) {
+        const int64_t first = (tile + i % T) * TILE;
+        lane_floats *const of_tile = sums[i / T] + i % T * PARTS_OF_TILE;
+        float *const of_row = y + i / T * ldy;
         if (K == INT8)
-            for (int p = 0; p < PARTS_OF_TILE; p++) sums[r][p] *= of_halves((const uint16_t *)w.scale + first + p * LANES);
+            for (int p = 0; p < PARTS_OF_TILE; p++) of_tile[p] *= of_halves((const uint16_t *)w.scale + first + p * LANES);
         if (from <= first && first + TILE <= to && !w.bias) {
             for (int p = 0; p < PARTS_OF_TILE; p++) {
-                lane_floats *const out = (lane_floats *)(y + first + p * LANES);
-                *out = add ? *out + sums[r][p] : sums[r][p];
+                lane_floats *const out = (lane_floats *)(of_row + first + p * LANES);
+                *out = add ? *out + of_tile[p] : of_tile[p];
             }
         } else {
             for (int64_t o = from > first ? from : first; o < to && o < first + TILE; o++)
-                put(w, o, sums[r][(o - first) / LANES][(o - first) % LANES], y + o, add);
+                put(w, o, of_tile[(o - first) / LANES][(o - first) % LANES], of_row + o, add);
         }
     }
 }
 
-template <int K, int R>
-INLINE void tile_of(int64_t rows, const Weight &w, int64_t tile, int64_t from, int64_t to, const Int8Rows &x, int64_t row, float *y, int64_t ldy, bool add) {
+template <int K, int R, int T>
+INLINE void tiles_of(int64_t rows, const Weight &w, int64_t tile, int64_t from, int64_t to, const Int8Rows &x, int64_t row, float *y, int64_t ldy, bool add) {
     if constexpr (R > 0) {
-        if (rows == R) return tile_of_rows<K, R>(w, tile, from, to, x, row, y, ldy, add);
-        return tile_of<K, R - 1>(rows, w, tile, from, to, x, row, y, ldy, add);
+        if (rows == R) return tiles_of_rows<K, R, T>(w, tile, from, to, x, row, y, ldy, add);
+        return tiles_of<K, R - 1, T>(rows, w, tile, from, to, x, row, y, ldy, add);
     }
 }
 
@@ -205,11 +212,14 @@ static void quantized(const Weight &w, int64_t from, int64_t to, const float *x,
     in.start = (int32_t *)(in.sum + rows * groups);
     quantize_rows<K>(w, x, ldx, rows, in);
     const int64_t times = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    for (int64_t tile = from / TILE; tile * TILE < to; tile++)
-        for (int64_t i = 0; i < times; i++) {  // the tile's weights stay near
+    for (int64_t tile = from / TILE, tiles; tile * TILE < to; tile += tiles) {
+        tiles = (tile + TILES_AT_ONCE) * TILE <= to ? TILES_AT_ONCE : 1;
+        for (int64_t i = 0; i < times; i++) {  // the tiles' weights stay near
             const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
-            tile_of<K, ROWS_AT_ONCE>(n, w, tile, from, to, in, first, y + first * ldy, ldy, add);
+            const auto multiplied = tiles == 1 ? tiles_of<K, ROWS_AT_ONCE, 1> : tiles_of<K, ROWS_AT_ONCE, TILES_AT_ONCE>;
+            multiplied(n, w, tile, from, to, in, first, y + first * ldy, ldy, add);
         }
+    }
 }
 
 // The nearest integers of numbers below 2^22.

@@ -260,10 +260,11 @@ def test_rows_in_bfloat16_are_summed_in_float32_and_rounded_last(kind, rows):
 
 
 @needs_native
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("into", [83, 1552])  # inputs that fill no vector, no tile; more than are multiplied at once
 def test_many_rows_have_the_bits_of_few_where_vectors_are_long(kind, into):
     """Unless tiles take them, or vectors are short, and torch does."""
+    into += -into % 32 if kind == "int4" else 0
     product, weight, bias = product_of(kind, 0, 70, into, bias=True)
     if not native_library.library().selfspec_many_by_vectors(Kind[kind.upper()]):
         pytest.skip("short vectors, or tiles")
