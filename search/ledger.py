@@ -42,10 +42,10 @@ Kept = TypeVar("Kept", bound=Data)
 
 
 class ScoredTexts(Data):
-    """The amount of text that a study's trials are scored on.
+    """The numbers of prompts and of new tokens that a study's trials are scored on.
 
-    In a search of limited time the number of prompts, and of tokens after each at most, depends on how fast the model
-    runs, so both numbers are fixed once. `calibration`: the profile's record of these prompts.
+    `max_new_tokens`: the most tokens after each prompt. In a search of limited time both numbers depend on how fast the
+    model runs, so they are fixed once for all workers. `calibration`: the profile's record of these prompts.
     """
 
     prompts: Positive
@@ -144,7 +144,7 @@ class Ledger:
         return max((entry.seconds for entry in self.entries), default=0.0)
 
     def keep_texts(self, texts: ScoredTexts) -> ScoredTexts:
-        """Store the amount of text, unless another worker has stored it, and return the stored amount."""
+        """Store the numbers of prompts and tokens, unless another worker has stored them; return the stored numbers."""
         return self._keep("texts", texts)
 
     def keep_costs(self, costs: CostModel) -> None:

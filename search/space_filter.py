@@ -74,7 +74,7 @@ def cheaper_choices(choices: Choices, costs: CostModel) -> Choices:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The extra memory of quantised weights; `limit`: the largest, as a share of `model_bytes`."""
+    """The limit on the extra memory of quantised weights; `limit`: a share of `model_bytes`, all weights' size."""
 
     runtime: Runtime
     model_bytes: int
@@ -91,7 +91,10 @@ class MemoryBudget:
         return self.runtime.extra_bytes(path) / self.model_bytes
 
     def excess(self, path: DraftPath) -> float:
-        """Return the extra memory of a path less the limit; 0 or less if the path is within the limit."""
+        """Return by how much a path's extra memory exceeds the limit, as a share of the model's bytes.
+
+        0 or less: the path is within the limit, as every path without quantised weights is.
+        """
         return self.share(path) - self.limit if path.low_precision else 0.0
 
 

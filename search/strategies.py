@@ -147,13 +147,13 @@ class Greedy:
 
 
 def cheaper_changes(space: Space, base: Point) -> Iterator[tuple[int, int]]:
-    """Yield every change of one variable to a cheaper mode, as the variable's number and the choice."""
+    """Yield each change of a variable of `base` to a cheaper mode, as (i, c): variable i gets `space.choices[i][c]`."""
     for i, (modes, now) in enumerate(zip(space.choices, base, strict=True)):
         yield from ((i, choice) for choice in range(now + 1, len(modes)))
 
 
 def changed(point: Point, *changes: tuple[int, int]) -> Point:
-    """Return `point` with `changes`, each a pair of the variable's number and its new choice."""
+    """Return `point` with `changes`, each a pair (i, c): variable i gets its choice c."""
     new = list(point)
     for i, choice in changes:
         new[i] = choice

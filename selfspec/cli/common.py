@@ -136,7 +136,11 @@ def model_for(model: str | None, profile: Profile | None) -> str:
 
 
 def load_llm(model: str, profile: str | Profile, where: DeviceOptions) -> LLM:
-    """Load a model with a profile, on the device and in the dtype of the options."""
+    """Load a model with a profile, on the device and in the dtype of the options.
+
+    `profile`: a profile, or what `--profile` takes: a file, a name, `auto` or `none`. Raises `SelfspecError` as
+    `selfspec.load` does.
+    """
     from selfspec.llm.llm import load
 
     return load(model, profile=profile, device=where.placement, dtype=where.dtype)

@@ -2,7 +2,7 @@
 
 A controller sees the confidence of each drafted token and, after verification, the number of accepted tokens. It may
 end a draft after any token, but must never withhold the token it was just shown: that would change the distribution of
-the emitted tokens. `DraftLoop` applies a controller to one draft. Does not import torch.
+the emitted tokens. `DraftLoop` applies a controller to one draft; `register` adds a controller. Does not import torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,28 @@ __all__ = [
     "StaticThreshold",
     "make_controller",
     "parse_controller",
+    "register",
 ]
 
 KINDS: tuple[type[Controller], ...] = (FixedK, StaticThreshold, AdaptiveThreshold, RateOptimal)
 CONTROLLERS = {kind.name: kind for kind in KINDS}
+
+
+def register(kind: type[Controller]) -> None:
+    """Make a controller known by its `name`, for `make_controller`, profiles and `--controller`.
+
+    A class may be registered again, as in a re-run notebook. Raises `SelfspecError` for a class without a name, and for
+    a name that another class has.
+    """
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str):
+        raise SelfspecError(f'{kind.__name__}: no name; expected the class variable name: ClassVar[str] = "..."')
+    known = CONTROLLERS.get(name, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise SelfspecError(
+            f"controller '{name}': it is {known.__module__}.{known.__qualname__}; expected another name"
+        )
+    CONTROLLERS[name] = kind
 
 
 def make_controller(spec: ControllerSpec, payoff: PayoffModel | None = None) -> Controller:

@@ -18,10 +18,19 @@ from selfspec.types.methods import WIDEST_DRAFT
 class Controller(ABC):
     """The policy that decides after each drafted token whether to draft another, and how many candidates to verify.
 
+    A subclass is a dataclass with a `name` that implements `go_on` and `min_confidence`; `register` makes it known by
+    its name. Its options are its dataclass fields, except fields with `metadata={"option": False}`: they are numbers
+    and have defaults, and `__post_init__` raises `SelfspecError` for a bad value. For every state of the controller:
+
+    - `go_on` returns False at 64 drafted tokens (`WIDEST_DRAFT`), whatever their confidences.
+    - `go_on` returns False if the last confidence is below `min_confidence(len(confidences))`.
+    - `make_controller(self.spec(), self.learnt())` decides as this controller does.
+
     Decisions depend only on the draft's confidences in its tokens and on earlier observations, so the search's replay
-    decides as real decoding does. `start` makes a copy without observations, for another sequence. The options of a
-    controller are its dataclass fields, except fields with `metadata={"option": False}`. `asks_payoff`: whether the
-    controller decides by a `PayoffModel`, which `with_payoff` sets before use.
+    decides as real decoding does; the exception is `ends_draft`, which the replay cannot ask. A confidence is the
+    estimated probability, from 0 to 1, that the target accepts the token. `start` makes a copy without observations,
+    for another sequence. `asks_payoff`: whether the controller decides by a `PayoffModel`, which `with_payoff` sets
+    before use.
     """
 
     name: ClassVar[str]
@@ -35,8 +44,18 @@ class Controller(ABC):
     def min_confidence(self, drafted: int) -> float:
         """Return the lowest confidence in the `drafted`-th token at which drafting may go on; infinity: it may not."""
 
+    def ends_draft(self, token: int) -> bool:
+        """Return whether the draft ends after the token with this id, whatever `go_on` says; by default False.
+
+        A controller that implements this leaves `stopping` as it is.
+        """
+        return False
+
     def stopping(self, most: int) -> StoppingRule | None:
-        """Return what `go_on` decides now about drafts of up to `most` tokens; None (the default): not such a rule."""
+        """Return the decisions of `go_on` on drafts of up to `most` tokens as numbers, for rounds on a device.
+
+        None (the default): the rule cannot be written so, and rounds of one sequence run on the host.
+        """
         return None
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
@@ -94,10 +113,11 @@ class Controller(ABC):
         return [f.name for f in dataclasses.fields(cls) if f.init and f.metadata.get("option", True)]
 
     def _least(self, most: int, threshold: float = 0.0) -> tuple[float, ...]:
-        """Return the least confidence at which drafting goes on after each of `most` tokens, `threshold` at least."""
+        """Return the lowest confidence at which drafting goes on after each of `most` tokens, `threshold` at least."""
         return tuple(max(threshold, self.min_confidence(n)) for n in range(1, most + 1))
 
-    def _count(self, option: str) -> None:
+    def check_count(self, option: str) -> None:
+        """Make the option an int. Raises `SelfspecError` unless it is a whole number from 1 to `WIDEST_DRAFT`."""
         value = getattr(self, option)
         if value != int(value) or not 1 <= value <= WIDEST_DRAFT:
             raise SelfspecError(
@@ -105,7 +125,8 @@ class Controller(ABC):
             )
         setattr(self, option, int(value))
 
-    def _shares(self, *options: str) -> None:
+    def check_shares(self, *options: str) -> None:
+        """Raise `SelfspecError` unless each option is a number from 0 to 1."""
         for option in options:
             value = getattr(self, option)
             if not 0 <= value <= 1:

@@ -16,10 +16,10 @@ from .base import Controller
 
 
 class DraftLoop:
-    """A draft in progress, token by token; its decisions depend on the confidences and the controller alone.
+    """A draft in progress, token by token; its decisions depend on the drafted tokens and the controller alone.
 
-    The drafter drafts while the loop `wants` another token, passes each token's confidence to `record`, and asks for
-    the `candidates` at the end. `depth`: the longest draft length. `together`: a `BatchDraftScheduler` decides for
+    The drafter drafts while the loop `wants` another token, passes each token's confidence and id to `record`, and asks
+    for the `candidates` at the end. `depth`: the longest draft length. `together`: a `BatchDraftScheduler` decides for
     the whole batch when drafting stops; the loop alone then stops only where the last confidence is below the
     controller's `min_confidence`.
     """
@@ -34,13 +34,19 @@ class DraftLoop:
         self.confidences = []
         self.wants = depth > 0
 
-    def record(self, confidence: float, *, last: bool = False) -> bool:
-        """Record a drafted token; return whether to draft another. `last`: whether the token ends the sequence."""
+    def record(self, confidence: float, token: int | None = None, *, last: bool = False) -> bool:
+        """Record a drafted token; return whether to draft another.
+
+        `token`: its id; None in the search's replay, which knows confidences only. `last`: whether the token ends the
+        sequence.
+        """
         self.confidences.append(confidence)
-        self.wants = not last and len(self.confidences) < self._depth and self._goes_on(confidence)
+        self.wants = not last and len(self.confidences) < self._depth and self._goes_on(confidence, token)
         return self.wants
 
-    def _goes_on(self, confidence: float) -> bool:
+    def _goes_on(self, confidence: float, token: int | None) -> bool:
+        if token is not None and self._controller.ends_draft(token):
+            return False
         if self._together:
             return confidence >= self._controller.min_confidence(len(self.confidences))
         return self._controller.go_on(self.confidences)

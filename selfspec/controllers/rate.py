@@ -87,8 +87,8 @@ class RateOptimal(Controller):
     payoff: PayoffModel = field(default_factory=PayoffModel, metadata={"option": False})
 
     def __post_init__(self) -> None:
-        self._count("k_max")
-        self._shares("floor", "memory")
+        self.check_count("k_max")
+        self.check_shares("floor", "memory")
         if not 1 <= self.rate < math.inf:
             raise SelfspecError(f"controller 'rate': rate {self.rate}: expected 1 (as fast as plain decoding) or more")
         if not 0 <= self.strength < math.inf:
@@ -114,7 +114,7 @@ class RateOptimal(Controller):
         return chance * interpolate(self._following.values, self._curve.place(confidences[-1]))
 
     def stopping(self, most: int) -> StoppingRule:
-        """Return the floor, the prices at the current rate, and the corrected curve."""
+        """Return the rule: the confidence floor, the prices at the current rate, the corrected acceptance curve."""
         prices = [self.rate * price for price in self._prices[1 : most + 1]]
         curve = ChanceCurve(tuple(self._curve.confidence), tuple(self._accepted.values), tuple(self._following.values))
         padded = (*prices, *[math.inf] * (most - len(prices)))

@@ -22,14 +22,14 @@ class FixedK(Controller):
     k: int = 4
 
     def __post_init__(self) -> None:
-        self._count("k")
+        self.check_count("k")
 
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether fewer than `k` tokens are drafted."""
         return len(confidences) < self.k
 
     def stopping(self, most: int) -> StoppingRule:
-        """Return the least confidences."""
+        """Return `min_confidence` after each token, which is all that `go_on` decides by."""
         return StoppingRule(self._least(most))
 
     def min_confidence(self, drafted: int) -> float:
@@ -46,15 +46,15 @@ class StaticThreshold(Controller):
     k_max: int = 12
 
     def __post_init__(self) -> None:
-        self._shares("threshold")
-        self._count("k_max")
+        self.check_shares("threshold")
+        self.check_count("k_max")
 
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether the last confidence reaches the threshold."""
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
     def stopping(self, most: int) -> StoppingRule:
-        """Return the least confidences."""
+        """Return `min_confidence` after each token, which is all that `go_on` decides by."""
         return StoppingRule(self._least(most))
 
     def min_confidence(self, drafted: int) -> float:
@@ -89,8 +89,8 @@ class AdaptiveThreshold(Controller):
     acceptance: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._shares("threshold", "target", "momentum", "inertia", "step", "floor", "ceiling")
-        self._count("k_max")
+        self.check_shares("threshold", "target", "momentum", "inertia", "step", "floor", "ceiling")
+        self.check_count("k_max")
         if not self.floor <= self.threshold <= self.ceiling:
             raise SelfspecError(
                 f"controller 'adaptive': threshold {self.threshold} is not between "
@@ -103,7 +103,7 @@ class AdaptiveThreshold(Controller):
         return len(confidences) < self.k_max and confidences[-1] >= self.threshold
 
     def stopping(self, most: int) -> StoppingRule:
-        """Return the least confidences."""
+        """Return the current threshold after each token, and infinity from `k_max` tokens on."""
         return StoppingRule(self._least(most, self.threshold))
 
     def min_confidence(self, drafted: int) -> float:

@@ -67,7 +67,7 @@ class ResidualBlock(nn.Module):
 
 
 class Medusa(Steps):
-    """Medusa: a head for each drafted token; all heads read the same hidden state, and no drafted tokens."""
+    """Medusa (2401.10774): a head for each drafted token; all read the same hidden state, and none a drafted token."""
 
     def __init__(self, hidden: int, places: int, blocks: int = 1) -> None:
         super().__init__(places)
@@ -76,11 +76,11 @@ class Medusa(Steps):
         )
 
     def begin(self, stream: Tensor) -> Tensor:
-        """Return the hidden states themselves as the state."""
+        """Return the hidden states `[.., D]` themselves as the state."""
         return stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unchanged state, and the output of head k, which does not depend on drafted tokens."""
+        """Return the unchanged state, and head k's output `[.., D]`, which does not depend on drafted tokens."""
         return state, self.heads[k](state)
 
 
@@ -95,11 +95,14 @@ class Hydra(Steps):
         )
 
     def begin(self, stream: Tensor) -> Tensor:
-        """Return the hidden states themselves as the state."""
+        """Return the hidden states `[.., D]` themselves as the state."""
         return stream
 
     def step(self, k: int, state: Tensor, tokens: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state, to which the embeddings are concatenated, and the output of head k."""
+        """Return the state with the embeddings concatenated, and the output `[.., D]` of head k.
+
+        The state is `[.., (k + 1) * D]` before step k and `[.., (k + 2) * D]` after it.
+        """
         state = torch.cat((state, embedded), -1)
         return state, self.heads[k](state)
 

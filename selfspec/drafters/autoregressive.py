@@ -166,7 +166,8 @@ class ChainDrafter(ControlledDrafter):
             return
         chain.append(taken.token, self.source)
         chain.rows.append(row if sampler.greedy or q is None else q)
-        chain.loop.record(confidence.estimate(taken.probability, taken.gap), last=taken.token in seq.ends)
+        chance = confidence.estimate(taken.probability, taken.gap)
+        chain.loop.record(chance, taken.token, last=taken.token in seq.ends)
 
     @staticmethod
     def _scores(chain: Chain, logits: Tensor) -> Tensor:

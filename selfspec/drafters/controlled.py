@@ -127,8 +127,8 @@ class LookupDrafter(ControlledDrafter):
         max_tokens = min(limit.depth, limit.nodes)
         proposal = self.look_up(seq, max_tokens)
         loop = DraftLoop(self.controller_of(seq), depth=max_tokens)
-        for chance in proposal.chances:
-            if not loop.record(chance):
+        for token, chance in zip(proposal.tokens, proposal.chances, strict=True):
+            if not loop.record(chance, token):
                 break
         return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)
 

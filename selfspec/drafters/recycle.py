@@ -61,7 +61,7 @@ class RecycleDrafter(LookupDrafter):
             token, *rest = table.after[token]
             tokens.append(token)
             others.append(rest)
-            loop.record(table.chances(0), last=token in seq.ends)
+            loop.record(table.chances(0), token, last=token in seq.ends)
         if not tokens:
             return NO_DRAFT
         counts = loop.candidates(self.candidates, nodes=limit.nodes)
@@ -136,8 +136,8 @@ class InputDrafter(LookupDrafter):
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
         max_tokens = min(limit.depth, limit.nodes)
         proposal, loop = self._rest(seq, max_tokens), DraftLoop(self.controller_of(seq), depth=max_tokens)
-        for chance in proposal.chances:
-            if not loop.record(chance):
+        for token, chance in zip(proposal.tokens, proposal.chances, strict=True):
+            if not loop.record(chance, token):
                 break
         return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)
 

@@ -1,6 +1,7 @@
 """Conversion of trained draft heads to the published formats that engines read: EAGLE, EAGLE-3, Medusa, MLPSpeculator.
 
-`draft_modules.published_heads` reads the same formats. In this module *words* are the token ids of a draft vocabulary.
+`draft_modules.published_heads` reads the same formats. `words` in this module are the token ids `[W]` of a head's draft
+vocabulary: the W tokens that the head can draft.
 """
 
 from __future__ import annotations

@@ -53,15 +53,16 @@ class FolderExporter(Exporter):
 
     @abstractmethod
     def serve_lookup(self, job: ExportJob, folder: Path, tokens: int) -> ExportResult:
-        """Write how the engine looks up n-grams; return the commands."""
+        """Write the settings for drafts of `tokens` tokens by n-gram lookup to `folder`; return the commands to run."""
 
     @abstractmethod
     def serve_draft(
         self, job: ExportJob, folder: Path, tokens: int, *, quantised: bool, other_tokens: bool
     ) -> ExportResult:
-        """Write how the engine runs the draft model in `draft`; return the commands.
+        """Write the settings for drafts of `tokens` tokens by the draft model in `draft`; return the commands to run.
 
-        `quantised`: whether it is quantised when it is loaded. `other_tokens`: whether its tokenizer is another one.
+        The settings are written to `folder`. `quantised`: whether the engine quantises the draft model when it loads
+        it. `other_tokens`: whether the draft model's tokenizer differs from the target's.
         """
 
     def _quantization_limitation(self, bits: str) -> str:

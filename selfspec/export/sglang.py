@@ -37,14 +37,14 @@ class Sglang(FolderExporter):
         return ExportPlan(f"a head of the form {files.form}", partial(_write_head, job, files), most=places)
 
     def serve_lookup(self, job: ExportJob, folder: Path, tokens: int) -> ExportResult:
-        """Write how SGLang looks up n-grams: by flags of its server."""
+        """Write the server's flags for drafts by lookup of n-grams; return the command that serves them."""
         flags = ("--speculative-num-draft-tokens", str(tokens + 1), "--speculative-ngram-max-bfs-breadth", "1")
         return _served(job, folder, "NGRAM", *flags)
 
     def serve_draft(
         self, job: ExportJob, folder: Path, tokens: int, *, quantised: bool, other_tokens: bool
     ) -> ExportResult:
-        """Write how SGLang runs the draft model: by flags of its server."""
+        """Write the server's flags for drafts by the draft model; return the command that serves them."""
         few = ("--speculative-draft-model-quantization", "fp8") if quantised else ()
         flags = ("--speculative-draft-model-path", str(job.out / "draft"), *_chain(tokens), *few)
         return _served(job, folder, "STANDALONE", *flags)

@@ -37,14 +37,14 @@ class TensorRtLlm(FolderExporter):
         return ExportPlan("an EAGLE-3 head", partial(_head, job, head_files(part, job.llm.runtime)), most=places)
 
     def serve_lookup(self, job: ExportJob, folder: Path, tokens: int) -> ExportResult:
-        """Write how TensorRT-LLM looks up n-grams: by its configuration file."""
+        """Write the configuration file for drafts by lookup of n-grams; return the command that serves them."""
         sizes = {"max_draft_len": tokens, "max_matching_ngram_size": _NGRAM}
         return _served(job, folder, {"decoding_type": "NGram", **sizes, "is_public_pool": True}, overlap=False)
 
     def serve_draft(
         self, job: ExportJob, folder: Path, tokens: int, *, quantised: bool, other_tokens: bool
     ) -> ExportResult:
-        """Write how TensorRT-LLM runs the draft model: by its configuration file."""
+        """Write the configuration file for drafts by the draft model; return the command that serves them."""
         draft = str(job.out / "draft")
         config = {"decoding_type": "Draft_Target", "max_draft_len": tokens, "speculative_model": draft}
         return _served(job, folder, config, overlap=False)

@@ -43,7 +43,7 @@ class Vllm(FolderExporter):
         return ExportPlan(f"a head of the form {form}", partial(_head, job, files), most=places, limitations=files.lost)
 
     def serve_lookup(self, job: ExportJob, folder: Path, tokens: int, *, answers: bool = False) -> ExportResult:
-        """Write how vLLM looks up n-grams or suffixes: by its speculative configuration."""
+        """Write the configuration for drafts by lookup of n-grams or suffixes; return the command that serves them."""
         method = {"method": "suffix"} if answers else {"method": "ngram", **_NGRAM}
         notes = ("Suffix decoding needs the package arctic-inference.",) if answers else ()
         return _written(job, folder, {**method, "num_speculative_tokens": tokens}, *notes)
@@ -51,7 +51,7 @@ class Vllm(FolderExporter):
     def serve_draft(
         self, job: ExportJob, folder: Path, tokens: int, *, quantised: bool, other_tokens: bool
     ) -> ExportResult:
-        """Write how vLLM runs the draft model: by its speculative configuration."""
+        """Write the configuration for drafts by the draft model; return the command that serves them."""
         config = {"method": "draft_model", "model": str(job.out / "draft"), "num_speculative_tokens": tokens}
         quantization = {"quantization": self.quantises} if quantised else {}
         vocabulary = {"use_heterogeneous_vocab": True} if other_tokens else {}

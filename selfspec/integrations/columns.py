@@ -1,4 +1,7 @@
-"""Decoded sequences as `transformers`' batch `[B, n + m]`: a row for each sequence, ended sequences padded."""
+"""Decoded sequences as the tensor `[B, n + m]` that `generate` of `transformers` returns.
+
+B sequences, n tokens of padded prompts, m new tokens of the longest sequence; ended sequences are padded on the right.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures that a benchmark reports of its runs, and whether each method's texts equal those of plain decoding.
+"""The figures that a benchmark reports, and whether the texts of each method equal those of plain decoding.
 
 Plain decoding is decoding without drafts. Texts are compared by token ids.
 """

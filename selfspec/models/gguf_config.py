@@ -1,7 +1,7 @@
 """The configuration of a GGUF file's model, from llama.cpp's keys and from which tensors the file holds.
 
-The reader of `transformers` leaves out RoPE scaling, windows, soft caps, multipliers and more. What a file does not say
-is what llama.cpp has for the architecture.
+The reader of `transformers` leaves out RoPE scaling, sliding windows, logit soft caps, multipliers and more. A key that
+a file lacks has llama.cpp's default for the architecture.
 """
 
 from __future__ import annotations
@@ -27,12 +27,18 @@ _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slo
 
 
 def rope_parameters(path: Path, header: Header) -> dict[str, Any]:
-    """Return a model's RoPE: its base and its scaling. Raises `SelfspecError` if the scaling is unknown or invalid."""
+    """Return a model's RoPE base and scaling, as the `rope_parameters` of its `transformers` configuration.
+
+    Raises `SelfspecError` if the scaling is unknown or invalid.
+    """
     return {"rope_theta": number(path, header, "rope.freq_base", 10_000.0), **_scaling(path, header)}
 
 
 def number(path: Path, header: Header, key: str, default: float | None = None) -> float:
-    """Return a positive number of the header; `default` if there is none. Raises `SelfspecError` for anything else."""
+    """Return the positive number that the header has for an architecture's `key`; without one, `default`.
+
+    Raises `SelfspecError` for any other value, and for a missing one if `default` is None.
+    """
     value = header.arch_value(key)
     if value is None and default is not None:
         return default
@@ -119,18 +125,18 @@ class Source:
     header: Header
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number of the architecture's keys. Raises `SelfspecError` for anything else."""
+        """Return the positive number of an architecture's `key`, as the function `number` does."""
         return number(self.path, self.header, key, default)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer of the architecture's keys. Raises `SelfspecError` for anything else."""
+        """Return `number(key, default)` as an int. Raises `SelfspecError` if it is not whole."""
         value = self.number(key, default)
         if value != int(value):
             raise SelfspecError(f"{self.path}: {key} {short(value)}; expected an integer above 0")
         return int(value)
 
     def has(self, tensor: str) -> bool:
-        """Return whether the file holds a tensor in the first layer."""
+        """Return whether the file holds the tensor `blk.0.{tensor}` of the first layer."""
         return f"blk.0.{tensor}" in self.header.tensors
 
     @property
@@ -145,7 +151,7 @@ class Source:
         return self.integer("attention.key_length", width)
 
     def windows(self, period: int, default: int | None = None) -> Entries:
-        """Return a sliding window, which all but each `period`-th layer has."""
+        """Return the entries for a sliding window, in tokens, which all layers but every `period`-th have."""
         kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(self.layers)]
         return {"sliding_window": self.integer("attention.sliding_window", default), "layer_types": kinds}
 

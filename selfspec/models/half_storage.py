@@ -108,9 +108,9 @@ class HalfLinear(StoredLinear):
 
 
 def half_of(weights: Sequence[Tensor]) -> torch.dtype | None:
-    """Return the dtype of 16 bits in which all values of float32 weights are exact; None if there is none.
+    """Return the 16-bit dtype that holds all values of float32 weights exactly; None if there is none.
 
-    bfloat16 includes every number of the weights, and -0, infinity and nan; float16 only finite numbers.
+    Infinities and NaN can be exact in bfloat16 only. Also None for weights of another dtype, or not on the CPU.
     """
     if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
         return None

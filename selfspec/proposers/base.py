@@ -66,9 +66,11 @@ class LearningProposer(Proposer, Protocol):
 
 @dataclass(slots=True)
 class AcceptanceStats:
-    """Acceptance rates of lookup tokens by match strength; `first[s]`: the prior rate for strength s.
+    """Running acceptance rates of lookup tokens by match strength.
 
-    Strengths beyond the last entry of `first` count as the last.
+    The strength of a match is a number that its proposer chooses, such as the length of the n-gram that was found.
+    `first[s]`: the prior rate for strength s, which counts as 8 observations; greater strengths count as the last. The
+    rate is the weighted share of right tokens, where each observation multiplies the weight of earlier ones by 0.98.
     """
 
     first: Sequence[float]

@@ -83,13 +83,14 @@ PLAIN = RoundPlan()  # a plain decode step
 
 @runtime_checkable
 class RoundPlanner(Drafter, Protocol):
-    """A drafter that can say what a round drafts before the last round was read."""
+    """A drafter that can plan a round on the device before the host has read the last round's result."""
 
     def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
-        """Return what the next round drafts, at most `limit.depth` tokens of each sequence; None: it runs on the host.
+        """Return the plan of the next round, with at most `limit.depth` drafted tokens for each sequence.
 
-        `ahead`: whether the round planned last runs and is not observed yet. Otherwise it was observed or discarded, as
-        it was if `begin` or `propose` is called, and for one of several sequences if `end` is called.
+        None: the round runs on the host. `ahead`: whether the round planned last is still running, so that `observe`
+        has not been called for it. Otherwise it was observed or discarded. A call of `begin` or `propose` also means
+        that it was, and a call of `end` that it was for this sequence.
         """
 
 

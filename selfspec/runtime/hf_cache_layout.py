@@ -1,4 +1,7 @@
-"""The layout of a model's cache: each layer's keys and values, keys of an indexer, and state."""
+"""The layout of a `transformers` model's cache: for each layer its keys and values, indexer keys and recurrent state.
+
+An indexer chooses the tokens that sparse attention reads (DeepSeek Sparse Attention), and has keys of its own.
+"""
 
 from __future__ import annotations
 

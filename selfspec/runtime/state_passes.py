@@ -1,4 +1,7 @@
-"""Passes of a model with layers whose state cannot be cropped: row by row, from the last known state on."""
+"""Passes of models with recurrent layers, whose state cannot be cropped to fewer tokens.
+
+The rows of a batch run one after the other; each starts from the latest state that the cache has for its path.
+"""
 
 from __future__ import annotations
 

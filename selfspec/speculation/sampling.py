@@ -157,7 +157,10 @@ class Sampler:
         return scores.softmax(-1)
 
     def draw(self, p: Tensor, position: int) -> int:
-        """Draw a token from `p` `[V]` (non-negative, any sum) for sequence position `position`."""
+        """Draw a token from `p` `[V]` (non-negative, any sum) for sequence position `position`.
+
+        Raises `SelfspecError` if the sum is 0 or not finite.
+        """
         if self.tied:
             (drawn,) = self.draws(p.unsqueeze(0), [position])
             if drawn < 0:
@@ -210,7 +213,7 @@ class Sampler:
         `p`: the probabilities of the scores, if already computed. `with_p`, `with_gap`: whether to return the token's
         probability, and the gap between the two best scores (with tied noise, the two best log p + g). `sure`: the
         caller guarantees a finite score unless a processor that reads the prefix masks every token. All values are read
-        from the device at once.
+        from the device at once. Raises `SelfspecError` if no token can be drawn.
         """
         if p is None and (with_p or not self.greedy):
             p = self.probs(scores)
@@ -256,7 +259,7 @@ class Sampler:
         return DraftedToken(_checked(token, value, scores if p is None else p), probability, *rest)
 
     def coin(self, probability: float) -> bool:
-        """Return True with this probability."""
+        """Return True with this probability, by the next random number of the sampler's stream."""
         return self._number() < probability
 
     def _number(self) -> float:

@@ -11,10 +11,13 @@ from selfspec.speculation.sampling import Sampler
 
 
 class Continuation(Protocol):
-    """The interface of a guide's proposer for one sequence."""
+    """The interface of a proposer of the tokens that a guide's grammar forces, for one sequence."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return at most `most` tokens that the guide forces, or nearly so, after all of a text's `tokens`."""
+        """Return at most `most` likely tokens after prompt and emitted `tokens`; none if the grammar is free.
+
+        Where the grammar leaves a small choice, such as of whitespace, they are a guess that verification checks.
+        """
 
 
 @dataclass(slots=True, eq=False)

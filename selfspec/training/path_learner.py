@@ -292,7 +292,11 @@ class PathLearner:
         self._logits = LastLogits(runtime, head_rows(runtime, words).float())
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
-        """Return the divergence between the path's and the model's distributions, over windows of one length."""
+        """Return the loss of a batch of B windows of n tokens: a scalar with gradients for the adapter.
+
+        It is the divergence of `LOSSES` between the model's and the path's next-token distributions, in nats (`tv`:
+        without unit), averaged over all positions and summed over `depth` draft steps; step k has weight 0.8^k.
+        """
         ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
         keys, stream = self.net.model(ids)
         log_p = self._logits(stream).log_softmax(-1)
@@ -305,7 +309,7 @@ class PathLearner:
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:
-        """Return, for each draft position, the fraction of drafts that match the text up to and including it.
+        """Return, for each of `places` draft positions, the share of drafts that match the text up to and including it.
 
         A draft matches if its greedy tokens are the text's tokens. Only drafts that start in answers count.
         """

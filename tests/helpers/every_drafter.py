@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from heads import random_head
 from models import small
 from stores import babble, stored
-from toys import Adding, Doubled, HiddenHead, Lockstep, RandomTree, Staged
+from toys import Adding, Doubled, EndsAt, HiddenHead, Lockstep, RandomTree, Staged
 from trained import learnt
 
 from selfspec.controllers import AdaptiveThreshold, FixedK, RateOptimal, StaticThreshold
@@ -103,6 +103,7 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
         "same model": lambda runtime: ModelDrafter(runtime, runtime.with_new_cache(rows=runtime.rows), FixedK(3)),
         "skip, fixed": lambda runtime: skipping(runtime, skip, FixedK(3)),
         "skip, static": lambda runtime: skipping(runtime, skip, StaticThreshold(0.3, 5)),
+        "skip, ended by a token": lambda runtime: skipping(runtime, skip, EndsAt(4, token=1), candidates=2),
         "skip, candidates": lambda runtime: skipping(runtime, skip, StaticThreshold(0.3, 4), candidates=3),
         "skip, draft vocabulary": lambda runtime: skipping(runtime, DraftPath(skip, few_words), FixedK(3)),
         "skip, adaptive": lambda runtime: skipping(runtime, skip, AdaptiveThreshold(k_max=6)),
@@ -121,7 +122,9 @@ def table(vocabulary: int, layers: int = 3) -> dict[str, Make]:
             runtime, low, StaticThreshold(0.3, 4), candidates=3, proposer_chain=ProposerChain([store()], (1.0,) * 4)
         ),
         "lookup": lambda runtime: LookupDrafter([Lookup()], StaticThreshold(0.1, 5)),
+        "lookup, ended by a token": lambda runtime: LookupDrafter([Lookup()], EndsAt(5, token=1)),
         "store": lambda runtime: LookupDrafter([Lookup(), store()], StaticThreshold(0.1, 5)),
+        "recycle, ended by a token": lambda runtime: RecycleDrafter(EndsAt(5, token=1), candidates=3),
         "recycle": lambda runtime: RecycleDrafter(StaticThreshold(0.1, 5), candidates=3),
         "input": lambda runtime: InputDrafter(StaticThreshold(0.1, 5)),
         "jacobi": lambda runtime: JacobiDrafter("jacobi", start="padding"),

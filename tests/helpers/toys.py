@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from selfspec.controllers import FixedK
 from selfspec.proposers.base import Proposal
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
@@ -23,6 +26,17 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft, lay_out
 from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import Work, steps_of
+
+
+@dataclass
+class EndsAt(FixedK):
+    """Ends drafts after a token id, too."""
+
+    name: ClassVar[str] = "ends-at"
+    token: int = 0
+
+    def ends_draft(self, token: int) -> bool:
+        return token == self.token
 
 
 class Toy:

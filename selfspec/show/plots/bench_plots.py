@@ -1,4 +1,4 @@
-"""Plots of a benchmark (speedups, sources of tokens, acceptance by draft position) and of trainings."""
+"""Plots of a benchmark (speedups, sources of tokens, acceptance by draft position) and of training runs."""
 
 from __future__ import annotations
 

@@ -110,7 +110,10 @@ _WRITTEN = 0.3  # width in inches of the smallest cell in which the value is wri
 
 
 def sensitivity(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot a heat map of the `gain` in speedup from skipping one sub-layer or layer alone; grey if unknown."""
+    """Plot a heat map of the relative gain in speedup from skipping one sub-layer or layer alone; grey if unknown.
+
+    `frame`: of `sensitivity_frame`.
+    """
     layers = int(frame["layer"].max()) + 1
     parts = [part for part in ("layer", "attention", "mlp") if part in set(frame["part"])]
     gains = np.full((len(parts), layers), np.nan)
@@ -143,7 +146,10 @@ def _write(axes: Axes, gains: np.ndarray, first: int, last: int, limit: float, *
 
 
 def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot acceptance against draft cost: the trials, the Pareto front as a line, and the trial of highest speed."""
+    """Plot acceptance rate against draft cost: the trials, the Pareto front as a line, and the fastest trial.
+
+    The draft cost is the time of a draft step in plain decode steps. `frame`: of `trials_frame`.
+    """
     known = frame[frame["draft_cost"].notna()]
     front = known[known["on_front"]].sort_values("draft_cost")
     with styled():
@@ -157,7 +163,10 @@ def pareto(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
 
 
 def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the predicted speedup of trials against the number of skipped sub-layers; a line joins the best trials."""
+    """Plot the predicted speedup of trials against the number of skipped sub-layers.
+
+    A line joins the best trial of each number. `frame`: of `trials_frame`.
+    """
     completed = frame[~frame["pruned"]]
     best = completed.loc[completed.groupby("skipped")["speedup"].idxmax()].sort_values("skipped")
     with styled():
@@ -171,7 +180,10 @@ def speedup_against_skipped(frame: pd.DataFrame, *, width: float = WIDTH) -> Fig
 
 
 def progress(frame: pd.DataFrame, *, width: float = WIDTH) -> Figure:
-    """Plot the best predicted speedup so far, and all trials, against the seconds spent on scoring trials."""
+    """Plot the best predicted speedup so far, and all trials, against the seconds spent on scoring trials.
+
+    `frame`: of `trials_frame`.
+    """
     with styled():
         figure, (axes,) = subplots(width=width)
         _trials(axes, frame, "seconds", "speedup")

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,10 +12,12 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import (
     CONTROLLERS,
     AdaptiveThreshold,
+    Controller,
     FixedK,
     StaticThreshold,
     make_controller,
     parse_controller,
+    register,
 )
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.controller import ControllerSpec
@@ -117,6 +123,43 @@ def test_text_form():
 def test_wrong_text_is_refused(text, message):
     with pytest.raises(SelfspecError, match=message):
         parse_controller(text)
+
+
+@dataclass
+class Single(Controller):
+    """Drafts one token."""
+
+    name: ClassVar[str] = "single"
+
+    def go_on(self, confidences):
+        return False
+
+    def min_confidence(self, drafted):
+        return math.inf
+
+
+def test_a_registered_controller_is_known_by_its_name(monkeypatch):
+    monkeypatch.setattr("selfspec.controllers.CONTROLLERS", dict(CONTROLLERS))
+    register(Single)
+    register(Single)  # as in a re-run notebook
+    assert make_controller(parse_controller("single")) == Single()
+
+
+def test_a_name_belongs_to_one_class():
+    @dataclass
+    class Other(FixedK):
+        name: ClassVar[str] = "static"
+
+    with pytest.raises(
+        SelfspecError, match="'static': it is selfspec.controllers.thresholds.StaticThreshold; expected"
+    ):
+        register(Other)
+    assert CONTROLLERS["static"] is StaticThreshold
+
+
+def test_a_controller_without_a_name_is_refused():
+    with pytest.raises(SelfspecError, match=r"Controller: no name; expected the class variable name"):
+        register(Controller)
 
 
 @given(st.text("fixedstaicpr:=,.k_0123456789-e ", max_size=30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toys import EndsAt
 
 from selfspec.controllers import CONTROLLERS, AdaptiveThreshold, DraftLoop, FixedK, RateOptimal, StaticThreshold
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
@@ -49,6 +50,13 @@ def test_it_goes_by_what_the_controller_has_observed():
     controller.observe([0.9, 0.9], 0)  # the threshold rises by a tenth of the step
     assert seen(DraftLoop(controller, depth=9), [0.62, 0.605]) == [True, False]
     assert seen(DraftLoop(controller.start(), depth=9), [0.62, 0.605]) == [True, True]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
+def test_a_token_can_end_a_draft(together):
+    play = DraftLoop(EndsAt(9, token=5), depth=9, together=together)
+    assert [play.record(0.9, token) for token in (3, 4, 5)] == [True, True, False]
+    assert DraftLoop(EndsAt(9, token=5), depth=9).record(0.9)  # a replay knows no tokens
 
 
 def test_no_more_than_there_is_room_for():
