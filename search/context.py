@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from selfspec.controllers import Controller, make_controller
 from selfspec.llm.llm import LLM
+from selfspec.measure.pace import Pace
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.profile.schema import Calibration
@@ -15,7 +16,7 @@ from selfspec.types.controller import ControllerSpec
 from .budget import Budget
 from .callbacks import SearchCallbacks, SilentSearch
 from .continuations import DecodingSettings
-from .forecast import Pace, SearchTask
+from .forecast import SearchTask
 from .ledger import Ledger, ScoredTexts
 from .space import Space
 

@@ -50,7 +50,7 @@ def best_rescored(
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
     start = search.space.path(search.space.start)
-    if len(scores) < 2 or not deadline.allows(search.pace.rows(sum(map(len, prompts)))):
+    if len(scores) < 2 or not deadline.allows(sum(search.pace.prefill(len(ids)) for ids in prompts)):
         return clearly_best(scores, scores, start)
     first = (start, *search.space.uniform)
     scores = sorted(scores, key=lambda score: score is not scores[0] and score.path not in first)
@@ -257,12 +257,13 @@ def _tokens(search: SearchContext, deadline: Deadline, prompts: Sequence[Sequenc
 
     The number of prompts is reduced before the number of tokens falls below `ENOUGH`. The time includes a warm-up run.
     """
-    most, pace = search.decoding.max_new_tokens, search.pace
+    most = search.decoding.max_new_tokens
     if math.isinf(deadline.left):
         return most
-    prompt, new = pace.rows(statistics.mean(map(len, prompts))), 0.0
+    prompt, new = statistics.mean(search.pace.prefill(len(ids)) for ids in prompts), 0.0
+    step = search.pace.at(statistics.mean(map(len, prompts))).step
     for count in range(min(CHOOSING, len(prompts)), 0, -1):
-        new = (deadline.left / methods / (1 + count) - prompt) / pace.step
+        new = (deadline.left / methods / (1 + count) - prompt) / step
         if new >= min(ENOUGH, most):
             return min(most, int(new))
     return min(most, int(new)) if new >= min(FEWEST, most) else 0

@@ -87,7 +87,7 @@ def prepare_replay(
     objective = ReplayObjective(replay, costs, search.controllers, proposers=search.proposers)
     if not warm:
         return ReplayPreparation(search, objective, Problem(space, search.seed), costs, replay)
-    planning = BUDGETS * search.pace.rows(STREAM_POSITIONS * len(texts))
+    planning = BUDGETS * search.pace.at(len(texts[0].tokens)).rows(STREAM_POSITIONS * len(texts))
     gains = ledger.gains or _gains(search, objective, Deadline(deadline.end_time - planning, deadline.clock))
     watch.stage("planning warm starts", None)
     streams = replay.streams(STREAM_POSITIONS)

@@ -32,10 +32,10 @@ def initial_profile(
 
 def profile_without_trials(search: SearchContext, options: SearchOptions) -> Profile:
     """Return the profile of a search that had no time for a trial; it skips nothing, and its note says why."""
-    budget = search.budget
+    budget, step = search.budget, search.pace.at(max(map(len, search.prompts))).step
     note = (
         f"no path was tried: of the limit of {budget.seconds:.3g} s, {budget.loaded:.3g} s had passed when the "
-        f"model was loaded, and no trial fits the remaining time at {search.pace.step * 1e3:.3g} ms a plain step; "
+        f"model was loaded, and no trial fits the remaining time at {step * 1e3:.3g} ms a plain step; "
         "expected more minutes"
     )
     base = initial_profile(search, options)

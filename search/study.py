@@ -13,12 +13,14 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import show_signature
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import encode, fit, takes_messages, warn_if_cut
-from selfspec.measure.cost_fitting import fastest_plain
+from selfspec.measure.cost_fitting import fastest_plain, further_paths
 from selfspec.measure.cost_sweeps import fit_context
+from selfspec.measure.pace import Pace
 from selfspec.profile.schema import Calibration, Profile
 from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.text.prompt_template import Prompt
 from selfspec.types.draft_path import DraftPath
+from selfspec.types.methods import AUTO_METHOD
 
 from .bridging import with_bridges, with_smaller_head
 from .budget import Budget
@@ -26,7 +28,7 @@ from .callbacks import Logged, Trial
 from .context import SearchContext
 from .continuations import PromptSet, choose, record
 from .finalists import FEWEST_RESCORED, PROMPTS, HeldOut, best_rescored, finish
-from .forecast import Pace, SearchTask, fit_to_budget, forecast_summary
+from .forecast import SearchTask, fit_to_budget, forecast_summary
 from .ledger import Ledger
 from .objective import Score
 from .options import SearchOptions
@@ -127,8 +129,8 @@ def _begin(llm: LLM, options: SearchOptions) -> tuple[SearchContext, _OtherPromp
         plain_llm = options.plain_llm()
         plain_llm = None if fastest_plain((plain_llm, llm)) is llm else plain_llm
     watch.stage("timing the model", None)
-    pace = Pace.from_runtime(llm.runtime, max(map(len, prompts)))
-    task = _task(options, space, ledger, prompts, measured)
+    pace = Pace.from_runtime(llm.runtime, max(map(len, (*prompts, *measured))) + options.max_new_tokens, masks=True)
+    task = _task(options, space, ledger, prompts, measured, rescored=len(others) >= FEWEST_RESCORED)
     watch.say(forecast_summary(task, pace, budget))
     search = SearchContext(
         llm=llm,
@@ -183,6 +185,8 @@ def _task(
     ledger: Ledger,
     prompts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
+    *,
+    rescored: bool,
 ) -> SearchTask:
     """Return the work that the search still has to do; `others`: token ids of the prompts to measure on."""
     texts = ledger.texts
@@ -198,6 +202,9 @@ def _task(
         texts_fixed=texts is not None,
         costs_known=ledger.costs is not None,
         quantized_base=space.base != "full",
+        further_paths=further_paths((*space.modes, *space.head)),
+        quantizes="int4" in space.modes and options.int4 in (AUTO_METHOD, "gptq") and ledger.int4 is None,
+        rescored=rescored,
     )
 
 
@@ -230,7 +237,7 @@ def _prepare(search: SearchContext, options: SearchOptions, resources: ExitStack
             prepared.objective,
             runtime=llm.runtime,
             texts=fitted_to,
-            seconds=search.pace.rows,
+            seconds=search.pace.prefill,
             allows=lambda seconds: search.budget.deadline("heads").allows(seconds),
         )
         refinements.append(("bridges over skipped layers", bridges))

@@ -13,14 +13,18 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "docs" / "results").glob("*.json"), key=lambda file: file.stem)
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_tables", ROOT / "tests/scripts/results/tables.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"results_{name}", ROOT / f"tests/scripts/results/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return script("tables")
 
 
 def test_every_table_is_that_of_its_file(tables):
@@ -48,3 +52,28 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
     page = f"<!-- results: {file.stem} -->\n{tables.rendered(file.stem)}<!-- end -->"
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     assert tables.filled(page) != page
+
+
+def test_costs_of_passes_are_the_least_of_passes_by_turns_in_plain_steps():
+    asked = []
+
+    def seconds(context, rows=1, path=None):
+        asked.append((context, rows, path))
+        disturbed = 5.0 if len(asked) % 7 == 0 else 0.0
+        return disturbed + context * {None: 1.0, "a": 0.25, "b": 0.2}[path] * (1.5 if rows == 8 else 1.0)
+
+    found = script("costs").costs(seconds, [10, 40], {"int8": "a", "int4": "b"}, sweeps=3)
+    assert found == {str(n): {"plain": n, "v8": 1.5, "int8": 0.25, "int4": 0.2} for n in (10, 40)}
+    assert asked[:5] == [(10, 1, None), (10, 8, None), (10, 1, "a"), (10, 1, "b"), (10, 1, None)]
+
+
+def test_costs_by_context_are_a_table_where_the_file_has_them(tables):
+    found = json.loads(next(file for file in FILES if file.stem.startswith("documents.")).read_text(encoding="utf-8"))
+    found.pop("costs", None)
+    without = tables.lengths(found)
+    by_context = {"256": {"plain": 0.0137, "v8": 1.27, "int8": 0.25, "int4": 0.2}}
+    with_costs = tables.lengths({**found, "costs": {"float32": by_context}})
+    assert with_costs.startswith(without)
+    head, _, row = with_costs.removeprefix(without).strip().splitlines()
+    assert head == "| float32, tokens in the cache | plain step, ms | v(8) | c, int8 | c, int4 |"
+    assert row == "| 256 | 13.7 | 1.27 | 0.25 | 0.20 |"

@@ -169,7 +169,7 @@ def run(options: BenchCommand) -> int:
     rounds = options.rounds or ROUNDS[wide]
     task = BenchTask(methods, encoded.prompts, tokens, rounds, drafting.profile, encoded.tasks, seed=options.seed)
     metadata = {"source": drafting.source, "prompt_source": encoded.source, "chat": encoded.chat}
-    bench, interrupted = run_benchmark(subjects, task, temperatures, metadata, out=options.out, oracle=_oracle)
+    bench, interrupted = run_benchmark(subjects, task, temperatures, metadata, out=options.out, oracle=_oracle())
     if options.json:
         print_json(bench)
     else:
@@ -226,12 +226,17 @@ def read_temperatures(text: str) -> list[float]:
         raise SelfspecError(f"--temperature {text}: expected numbers separated by commas, such as 0,0.8") from None
 
 
-def _oracle(llm: LLM, task: BenchTask, costs: CostModel, temperature: float) -> tuple[float, float]:
+def _oracle() -> Oracle:
+    from selfspec.measure.bench import Oracle
     from selfspec.search.continuations import DecodingSettings
+    from selfspec.search.forecast import oracle_seconds
     from selfspec.search.oracle import oracle
 
-    bound = oracle(llm, task.profile, costs, task.prompts, DecodingSettings(task.max_new_tokens, temperature))
-    return bound.speedup, bound.tokens_per_round
+    def bound(llm: LLM, task: BenchTask, costs: CostModel, temperature: float) -> tuple[float, float]:
+        found = oracle(llm, task.profile, costs, task.prompts, DecodingSettings(task.max_new_tokens, temperature))
+        return found.speedup, found.tokens_per_round
+
+    return Oracle(bound, oracle_seconds)
 
 
 class _Progress:
@@ -261,10 +266,11 @@ class _Progress:
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task(name, total=None)
 
-    def _estimate(self, seconds: float, runs: int) -> None:
+    def _estimate(self, seconds: float, runs: int, further: float) -> None:
         where = "" if self.temperature is None else f"temperature {self.temperature:g}: "
+        after = f", and measuring costs {_duration(further)}" if further else ""
         times = f", for each of {self._temperatures} temperatures" if self._temperatures > 1 else ""
-        self._console.print(f"{where}{runs} runs will take about {_duration(seconds)}{times}")
+        self._console.print(f"{where}{runs} runs will take about {_duration(seconds)}{after}{times}")
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task("running", total=runs)
 

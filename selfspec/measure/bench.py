@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -16,8 +17,9 @@ from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth, r
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.bench_methods import find_method
-from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs
+from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs, path_costs_seconds
 from selfspec.measure.model_copies import ModelCopies, extra_drafter_bytes
+from selfspec.measure.pace import Pace
 from selfspec.measure.summary import Verdict, by_task, count_verdicts, expected, summary, theory, verdict
 from selfspec.measure.timing import Method, Runs, conditions, interleave, same_length
 from selfspec.models.layout import weight_bytes
@@ -57,12 +59,12 @@ class BenchTask:
 class BenchCallbacks:
     """Callbacks that report the progress of a benchmark.
 
-    `stage(name)`: a stage has started. `estimate(seconds, runs)`: the estimated seconds of all runs, and their number.
-    `run()`: a run has finished.
+    `stage(name)`: a stage has started. `estimate(seconds, runs, further)`: the estimated seconds of all runs, their
+    number, and the estimated seconds of what follows them at the same temperature. `run()`: a run has finished.
     """
 
     stage: Callable[[str], None] = lambda name: None
-    estimate: Callable[[float, int], None] = lambda seconds, runs: None
+    estimate: Callable[[float, int, float], None] = lambda seconds, runs, further: None
     run: Callable[[], None] = lambda: None
 
 
@@ -71,7 +73,7 @@ class _Ran:
     """The runs at one temperature, by method name.
 
     `texts[name][prompt]`: the distinct texts (token ids) of the method's runs on a prompt. `growth[name]`: the bytes by
-    which GPU memory grew in the method's first run; empty on a CPU. `drafters[name]`: the method's drafter; None for
+    which GPU memory grew in the method's first runs; empty on a CPU. `drafters[name]`: the method's drafter; None for
     plain decoding and for methods of `transformers`.
     """
 
@@ -81,16 +83,25 @@ class _Ran:
     drafters: Mapping[str, Drafter | None]
 
 
-Oracle = Callable[[LLM, BenchTask, CostModel, float], tuple[float, float]]
+@dataclass(frozen=True)
+class Oracle:
+    """The upper bound on the speedup of `skip`: a drafter that always stops drafting at the best point.
+
+    `bound(llm, task, costs, temperature)`: returns the speedup and the tokens per round of that drafter.
+    `seconds(lengths, max_new_tokens, pace)`: returns the seconds that this is expected to take on prompts of these
+    lengths in tokens.
+    """
+
+    bound: Callable[[LLM, BenchTask, CostModel, float], tuple[float, float]]
+    seconds: Callable[[Sequence[int], int, Pace], float]
 
 
 @dataclass
 class Benchmark:
     """A benchmark, which runs one temperature at a time.
 
-    `subjects`: the copies of the model that the methods run on. `oracle(llm, task, costs, temperature)`: returns the
-    speedup and the tokens per round of a drafter that always stops drafting at the best point, an upper bound; None:
-    the bound is not computed. `watch`: the progress callbacks.
+    `subjects`: the copies of the model that the methods run on. `oracle`: the upper bound of `skip`; None: it is not
+    computed. `watch`: the progress callbacks.
     """
 
     subjects: ModelCopies
@@ -169,7 +180,7 @@ class Benchmark:
                 measured = [base for base in bases if base in complete]
                 tasks = by_task(ran.runs, name, t.tasks, bases=measured, verdicts=verdicts)
                 result["methods"][name]["by_task"] = tasks
-        if "skip" in t.methods and t.profile.path.cheaper:
+        if self._measures_skip:
             result["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
         release_memory()
         read = _bytes_read(self.subjects.plain)
@@ -186,7 +197,9 @@ class Benchmark:
         drafters = self._drafters()
         methods = self._methods(options, last, drafters)
         watch.stage("warming up")
-        warm: dict[str, float] = {}
+        lengths, pace = self._lengths, self._pace
+        warm_prompt, shortest = typical(lengths, pace), t.prompts[lengths.index(min(lengths))]
+        warm: dict[str, Stats] = {}
         growth: dict[str, list[int]] = {}
         texts: dict[str, list[set[tuple[int, ...]]]] = {name: [set() for _ in t.prompts] for name in methods}
 
@@ -195,15 +208,16 @@ class Benchmark:
                 if name in growth:
                     return run(prompt)
                 with peak_growth(self.subjects.plain.runtime.device) as growth[name]:
+                    run(shortest)  # as a method's first run is slower than its later ones, which the next one foretells
                     return run(prompt)
 
             return first
 
         def on_warm(name: str, stats: Stats) -> None:
-            warm[name] = stats.seconds
+            warm[name] = stats
             if len(warm) == len(methods):
-                runs = len(t.prompts) * t.rounds
-                watch.estimate(runs * sum(warm.values()), runs * len(methods))
+                seconds, runs = expected_runs(warm, lengths[warm_prompt], lengths, t, pace)
+                watch.estimate(seconds, runs, self._seconds_about_skip())
 
         def on_run(name: str, prompt: int) -> None:
             texts[name][prompt].add(last[name])
@@ -213,6 +227,7 @@ class Benchmark:
             {name: warmed(name, run) for name, run in methods.items()},
             t.prompts,
             rounds=t.rounds,
+            warm_prompt=warm_prompt,
             on_warm=on_warm,
             on_run=on_run,
             drop=self._hopeless,
@@ -268,9 +283,36 @@ class Benchmark:
         keys = 2 * llm.runtime.layers * s.kv_heads * s.head_dim * longest
         return weight_bytes(llm.model) + keys * s.dtype.itemsize
 
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """The prompts' lengths in tokens."""
+        return [len(self.subjects.plain.encode(prompt)) for prompt in self.task.prompts]
+
+    @cached_property
+    def _pace(self) -> Pace:
+        """The speed of plain decoding's passes."""
+        return Pace.from_runtime(self.subjects.plain.runtime, max(self._lengths) + self.task.max_new_tokens)
+
+    @property
+    def _measures_skip(self) -> bool:
+        return "skip" in self.task.methods and self.task.profile.path.cheaper
+
+    @property
+    def _bounds_skip(self) -> bool:
+        return self._measures_skip and self.oracle is not None and self.subjects.skip.runtime.trees
+
+    def _seconds_about_skip(self) -> float:
+        """Return the seconds that `_about_skip` is expected to take."""
+        if not self._measures_skip:
+            return 0.0
+        pace, context = self._pace, self._context()
+        seconds = path_costs_seconds(pace.at(context).step, pace.prefill(context))
+        if self.oracle is not None and self._bounds_skip:
+            seconds += self.oracle.seconds(self._lengths, self.task.max_new_tokens, pace)
+        return seconds
+
     def _context(self) -> int:
-        lengths = [len(self.subjects.plain.encode(prompt)) for prompt in self.task.prompts]
-        keys = round(statistics.mean(lengths)) + self.task.max_new_tokens // 2
+        keys = round(statistics.mean(self._lengths)) + self.task.max_new_tokens // 2
         return max(0, min(keys, self.subjects.plain.runtime.skeleton.context - max(WIDTHS)))
 
     def _about_skip(self, options: Options, runs: Sequence[Stats]) -> Json:
@@ -296,11 +338,36 @@ class Benchmark:
             "theory": theory(rounds, costs) * plain / costs.plain,
             "costs_of_its_rounds": expected(rounds, costs) * plain / costs.plain,
         }
-        if self.oracle is not None and s.skip.runtime.trees:  # it replays drafts, many in one pass
+        if self.oracle is not None and self._bounds_skip:  # it replays drafts, many in one pass
             self.watch.stage("bounding")
-            speedup, tokens = self.oracle(s.skip, t, costs, options.temperature or 0.0)
+            speedup, tokens = self.oracle.bound(s.skip, t, costs, options.temperature or 0.0)
             result["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
         return result
+
+
+def typical(lengths: Sequence[int], pace: Pace) -> int:
+    """Return the index of the prompt whose prefill takes the time nearest to the mean of all prefills."""
+    seconds = [pace.prefill(length) for length in lengths]
+    mean = statistics.mean(seconds)
+    return min(range(len(seconds)), key=lambda index: abs(seconds[index] - mean))
+
+
+def expected_runs(
+    warm: Mapping[str, Stats], warm_length: int, lengths: Sequence[int], task: BenchTask, pace: Pace
+) -> tuple[float, int]:
+    """Return the seconds that all runs of a task are expected to take, and their number.
+
+    `warm`: a run of each method after a prompt of `warm_length` tokens. `lengths`: the prompts' lengths in tokens.
+    Every text is taken to have `max_new_tokens` tokens, and a method that was slower than plain decoding to be dropped
+    as soon as the task's patience allows.
+    """
+    seconds, runs = 0.0, 0
+    for run in warm.values():
+        each = [pace.like(run, warm_length, length, task.max_new_tokens) for length in lengths]
+        dropped = task.patience is not None and run.tokens_per_second < warm["plain"].tokens_per_second
+        each = each[: task.patience] if dropped else task.rounds * each
+        seconds, runs = seconds + sum(each), runs + len(each)
+    return seconds, runs
 
 
 def _bytes_read(llm: LLM) -> int:

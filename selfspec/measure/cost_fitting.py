@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, product
 from typing import get_args
 
@@ -23,7 +24,17 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.local_costs import RoundSample
-from selfspec.measure.cost_sweeps import EFFORTS, WIDE, Sweep, effort_within, fit_context, lower_quartile, pace
+from selfspec.measure.cost_sweeps import (
+    EFFORTS,
+    ROUND_STEPS,
+    WIDE,
+    WIDE_STEPS,
+    Sweep,
+    effort_within,
+    fit_context,
+    lower_quartile,
+    pace,
+)
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.sampling import Sampler
 from selfspec.types.costs import CostModel, ModeCosts
@@ -137,8 +148,8 @@ def measure_costs(
     context, lengths = fit_context(runtime, context)
     rng = random.Random(seed)
     begun = time.perf_counter()
-    running: list[HeadMode] = [mode for mode in get_args(HeadMode) if mode in ("full", *modes)]
-    effort = effort_within(within, *pace(runtime, context, sampler, rng), further=3 * (len(running) - 1))
+    running = _running(modes)
+    effort = effort_within(within, *pace(runtime, context, sampler, rng), further=further_paths(modes))
     heads = {mode: _head_seconds(runtime, mode) for mode in running}
     shares = iter(FIRST)
     low = [mode for mode in running if mode != "full"]
@@ -174,6 +185,15 @@ def measure_costs(
             return _model(sweep, fit, prices, DraftPath.from_modes(every, head=cheapest))
 
 
+def further_paths(modes: Collection[Mode]) -> int:
+    """Return the number of further paths that `measure_costs` fits to because of the quantised modes among `modes`."""
+    return 3 * (len(_running(modes)) - 1)
+
+
+def _running(modes: Collection[Mode]) -> list[HeadMode]:
+    return [mode for mode in get_args(HeadMode) if mode in ("full", *modes)]
+
+
 def measure_path_costs(
     runtime: Runtime,
     path: DraftPath | SkipSet,
@@ -198,6 +218,20 @@ def measure_path_costs(
     error = statistics.mean(abs((start + k * base) / t - 1) for k, t in drafts.items())
     nothing: dict[Mode, ModeCosts] = {"full": ModeCosts(attention=0.0, mlp=0.0, head=_head_seconds(runtime))}
     return _model(sweep, _Fit(start, base, (), error), nothing, as_path(path))
+
+
+def path_costs_seconds(step: float, prompt: float, *, decodings: int = 3) -> float:
+    """Return the seconds that `measure_path_costs` is expected to take.
+
+    `step`: the seconds of a plain decode step. `prompt`: the seconds of a prefill, each at the context to measure at.
+    """
+    effort = EFFORTS[0]
+    plain = 2 * effort.rounds
+    sweeps = decodings * ((effort.settling + effort.rounds) * ROUND_STEPS + plain + 2)  # 2: after the prefills
+    passes = 3 * plain + 0.5 * (
+        2 * plain + WIDE_STEPS * effort.rounds
+    )  # of the cost model; half the cost along the path
+    return (sweeps + passes) * step + (2 * decodings + 5) * prompt
 
 
 def _line(times: Mapping[int, float]) -> tuple[float, float]:
@@ -304,6 +338,19 @@ def forward_seconds(
             runtime.forward(tokens.new_zeros(1, context), 0, logits=None)
             runtime.cache.commit(0, range(context - 1))
         return _timed(lambda: runtime.forward(tokens, context, path=compiled), runtime, repeats)
+
+
+def masked_seconds(runtime: Runtime, context: int, rows: int, *, repeats: int = 2) -> float:
+    """Return the seconds of a pass over `rows` tokens that each read `context` keys and themselves, after a warm-up.
+
+    Raises `BusyError` while the runtime has a stream.
+    """
+    tokens = torch.zeros((1, rows), dtype=torch.long, device=runtime.device)
+    own = torch.eye(rows, dtype=torch.bool, device=runtime.device)
+    mask = torch.cat([own.new_ones(rows, context), own], dim=1)[None]
+    with runtime.session(context + rows):
+        call = partial(runtime.forward, tokens, torch.full_like(tokens, context), slots=context, mask=mask, logits=None)
+        return _timed(call, runtime, repeats)
 
 
 def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -> LLM:

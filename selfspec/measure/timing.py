@@ -74,6 +74,7 @@ def interleave(
     prompts: Sequence[Prompt],
     *,
     rounds: int = 3,
+    warm_prompt: int = 0,
     on_warm: Callable[[str, Stats], None] = lambda name, stats: None,
     on_run: Callable[[str, int], None] = lambda name, prompt: None,
     go_on: Callable[[Runs], bool] = lambda runs: True,
@@ -81,14 +82,14 @@ def interleave(
 ) -> Runs:
     """Run every method on every prompt, interleaved, `rounds` times; the order of methods rotates with every prompt.
 
-    Every method first runs the first prompt once as a warm-up, which is not counted. `on_warm(name, stats)` reports
-    each warm-up run, `on_run(name, prompt_index)` each counted run. After each prompt that all methods have run,
-    `go_on` and `drop` receive the runs so far. If `go_on` returns False, timing stops, and the result leaves out the
-    prompts that were not run. The methods that `drop` returns are not run any further.
+    Every method first runs the prompt of index `warm_prompt` once as a warm-up, which is not counted.
+    `on_warm(name, stats)` reports each warm-up run, `on_run(name, prompt_index)` each counted run. After each prompt
+    that all methods have run, `go_on` and `drop` receive the runs so far. If `go_on` returns False, timing stops, and
+    the result leaves out the prompts that were not run. The methods that `drop` returns are not run any further.
     """
     names = list(methods)
     for name in names:
-        on_warm(name, methods[name](prompts[0]))
+        on_warm(name, methods[name](prompts[warm_prompt]))
     stats: dict[str, list[list[Stats]]] = {name: [[] for _ in prompts] for name in names}
     for turn, (index, prompt) in product(range(rounds), enumerate(prompts)):
         done = Runs({name: [runs for runs in by_prompt if runs] for name, by_prompt in stats.items()})

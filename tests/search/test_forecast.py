@@ -9,8 +9,20 @@ import pytest
 from models import small
 from selfspec.search.budget import SHARES, Budget
 from selfspec.search.continuations import FEWEST
-from selfspec.search.forecast import TEXTS, TRIALS, Pace, SearchTask, fit_to_budget, forecast_summary
+from selfspec.search.forecast import (
+    CHOOSING,
+    FINALISTS,
+    GPTQ,
+    ROWS,
+    TEXTS,
+    TRIALS,
+    SearchTask,
+    fit_to_budget,
+    forecast_summary,
+    oracle_seconds,
+)
 
+from selfspec.measure.pace import Pace
 from selfspec.runtime.forward import LeanRuntime
 
 PACE = Pace(step=0.03, row=0.0016)
@@ -71,7 +83,7 @@ def test_what_is_known_takes_no_time():
 
 def test_trials_that_decode_take_what_decoding_takes():
     timed = replace(TASK, replayed=False)
-    decoding = 8 * (PACE.rows(70) + 64 * PACE.step)
+    decoding = 8 * (PACE.rows(70) + 63 * PACE.step)  # a prefill gives the first token
     assert timed.trial(PACE) == pytest.approx(decoding)
     assert timed.needs(PACE)["trials"] == pytest.approx(40 * decoding)
 
@@ -110,8 +122,57 @@ def test_a_pace_is_timed(context):
     """On a real clock, whatever it says; also where the model's context leaves little room."""
     model = small()
     model.config.max_position_embeddings = 48
-    pace = Pace.from_runtime(LeanRuntime(model), context)
+    pace = Pace.from_runtime(LeanRuntime(model), context, masks=True)
     assert math.isfinite(pace.step)
     assert pace.step > 0
     assert pace.row >= 0
     assert pace.rows(1) == pace.step
+    assert min(pace.masked) >= 1
+
+
+LONG = Pace(step=0.01, row=0.001, step_per_key=1e-6, row_per_key=4e-7)
+
+
+def test_long_texts_count_at_their_length():
+    short, long = TASK, replace(TASK, prompts=(4000,) * 8, eval_prompts=(4000,) * 8)
+    assert long.prompt(LONG) == LONG.prefill(4000)
+    assert long.trial(LONG) / short.trial(LONG) == pytest.approx(
+        LONG.at(4032).rows(QUARTER) / LONG.at(102).rows(QUARTER), rel=1e-6
+    )
+    needs = {phase: seconds - short.needs(LONG)[phase] for phase, seconds in long.needs(LONG).items()}
+    assert all(seconds > 0 for seconds in needs.values())
+    mixed = replace(TASK, prompts=(40, 4000))
+    assert mixed.prompt(LONG) == pytest.approx((LONG.prefill(40) + LONG.prefill(4000)) / 2)
+
+
+QUARTER = ROWS * 8 * 64  # rows of a draft step in a trial
+
+
+def test_replays_take_longer_where_masks_do():
+    masked = replace(LONG, masked=(2.0, 3.0))
+    assert TASK.trial(masked) > 2 * TASK.trial(LONG)
+    assert TASK.needs(masked)["texts"] == TASK.needs(LONG)["texts"]
+    assert TASK.needs(masked)["measuring"] == TASK.needs(LONG)["measuring"]
+
+
+def test_quantising_and_costs_of_quantised_modes_count():
+    quantised, slow = replace(TASK, further_paths=6, quantizes=True), replace(LONG, step=0.03)
+    assert quantised.costs(slow) > TASK.costs(slow), "where both have the same effort"
+    steps, rows = GPTQ
+    seconds = steps * LONG.step + rows * 8 * (70 + 64) * LONG.row
+    assert quantised.needs(LONG)["ranking"] - TASK.needs(LONG)["ranking"] == pytest.approx(seconds)
+
+
+def test_the_oracle_takes_texts_a_replay_of_them_and_their_reading():
+    lengths = (40, 4000)
+    seconds = oracle_seconds(lengths, 32, LONG)
+    assert seconds > 2 * sum(map(LONG.prefill, lengths)) + 32 * LONG.step
+    assert oracle_seconds((40, 40), 32, LONG) < seconds / 4
+
+
+def test_finalists_are_decoded_where_there_are_no_other_texts():
+    decoded = replace(TASK, rescored=False)
+    run = LONG.decode(70, 64)
+    assert decoded.needs(LONG)["choosing"] == pytest.approx((1 + FINALISTS) * (1 + CHOOSING) * run)
+    two = replace(decoded, eval_prompts=(70,) * 2)
+    assert two.needs(LONG)["choosing"] == pytest.approx((1 + FINALISTS) * 3 * run)

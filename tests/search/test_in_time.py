@@ -10,12 +10,12 @@ from selfspec.search.budget import Budget, Deadline
 from selfspec.search.callbacks import SilentSearch
 from selfspec.search.context import SearchContext
 from selfspec.search.continuations import FEWEST, DecodingSettings
-from selfspec.search.forecast import Pace
 from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.space import Space
 from selfspec.search.trial_tables import as_profile
 from studies import measured_as, small_study
 
+from selfspec.measure.pace import Pace
 from selfspec.measure.timing import Runs
 from selfspec.profile.draft_spec import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
@@ -72,7 +72,7 @@ def told(monkeypatch, tmp_path):
 
 
 def at(monkeypatch, pace):
-    monkeypatch.setattr(study.Pace, "from_runtime", lambda *_: pace)
+    monkeypatch.setattr(study.Pace, "from_runtime", lambda *_, **__: pace)
 
 
 def search(llm, budget, watch=None, **options):

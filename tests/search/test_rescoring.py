@@ -9,13 +9,14 @@ from selfspec.search.callbacks import SilentSearch
 from selfspec.search.context import SearchContext
 from selfspec.search.continuations import DecodingSettings
 from selfspec.search.finalists import CLEARLY, best_rescored
-from selfspec.search.forecast import FINALISTS, Pace
+from selfspec.search.forecast import FINALISTS
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
 
 import selfspec
+from selfspec.measure.pace import Pace
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath

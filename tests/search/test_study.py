@@ -8,12 +8,13 @@ import torch
 from models import tiny
 from selfspec.search import Prompts, callbacks, finalists, find_profile, objective, prepare, quantizing, study
 from selfspec.search.continuations import choose, record
-from selfspec.search.forecast import FINALISTS, Pace
+from selfspec.search.forecast import FINALISTS
 from studies import measured_as
 from transformers import BloomConfig
 
 import selfspec
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
+from selfspec.measure.pace import Pace
 from selfspec.profile.draft_spec import PlainSpec
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.types.controller import ControllerSpec
@@ -31,7 +32,7 @@ PACE = Pace(step=1e-3, row=1e-4)
 def clockless(monkeypatch):
     """Costs and measurements that are no clock's, so that a search is the same every time."""
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
-    monkeypatch.setattr(study.Pace, "from_runtime", lambda *_: PACE)
+    monkeypatch.setattr(study.Pace, "from_runtime", lambda *_, **__: PACE)
     monkeypatch.setattr(finalists, "measure", measured_as(1.3))
     monkeypatch.setattr(finalists, "_best", lambda search, base, scores, on: scores[0])
 

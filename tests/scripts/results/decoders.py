@@ -24,7 +24,10 @@ LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 
 def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
-    """The drafters of `given["drafts"]`, under the guard as in `generate`: `METHOD`, `METHOD@PROFILE` or `default`."""
+    """The drafters of `given["drafts"]`, under the guard as in `generate`: `METHOD`, `METHOD@PROFILE` or `default`.
+
+    `int8@PROFILE` and `int4@PROFILE` draft with every sub-layer in this mode, without lookup tokens.
+    """
     import torch
 
     torch.set_num_threads(given["threads"])
@@ -44,7 +47,13 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
     def method(named: str) -> Decode:
         name, _, file = named.partition("@")
         profile = read_profile(Path(file)) if file else None
-        chosen = default_profile(llm.model, identity) if name == "default" else by_method(name, profile, identity)
+        if name == "default":
+            chosen = default_profile(llm.model, identity)
+        elif name in ("int8", "int4"):
+            assert profile is not None
+            chosen = all_in_one_mode(profile, name, identity.layers)
+        else:
+            chosen = by_method(name, profile, identity)
         assert chosen is not None, name
         drafter = llm.guarded_drafter(chosen)
 
@@ -58,6 +67,20 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
         return run
 
     return {name: method(named) for name, named in given["drafts"].items()}
+
+
+def all_in_one_mode(profile: Any, mode: Any, layers: int) -> Any:
+    """A searched profile with every sub-layer in one mode: its costs, and its int4 weights where it has some."""
+    from selfspec.profile.draft_spec import LayerSkipSpec
+    from selfspec.types.controller import ControllerSpec
+    from selfspec.types.draft_path import DraftPath
+
+    path = DraftPath.from_modes([mode] * (2 * layers), head="int8")
+    draft = LayerSkipSpec.from_path(path, ControllerSpec(name="rate"))
+    weights = getattr(profile.draft, "int4_weights", None) if mode == "int4" else None
+    draft = draft.model_copy(update={"int4_weights": weights})
+    parts = profile.parts if weights else {}
+    return profile.model_copy(update={"draft": draft, "acceptance": None, "also": [], "parts": parts})
 
 
 class Clock:

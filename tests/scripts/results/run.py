@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from subjects import (
+    DOCUMENTS,
     HERE,
     MODEL,
     NEW,
@@ -45,6 +46,8 @@ from subjects import (
 
 BUILTIN_PROFILE = "profiles/stdlib-llama-3.7m.yaml"
 OURS = {"plain": "plain", "selfspec": "skip", "drafts alone": "path", "lookup alone": "lookup", "no search": "default"}
+OURS |= {"int8 drafts alone": "int8", "int4 drafts alone": "int4"}
+OF_PROFILE = ("skip", "path", "int8", "int4")  # those of `OURS` that a searched profile is needed for
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
 
@@ -55,6 +58,7 @@ class Comparison:
 
     `methods`: the method names of a dtype. `rounds`: rounds of selfspec's methods by temperature. Peers take turns with
     plain decoding in one further round, before these; when sampling, only those that `sampling_peers` names.
+    `contexts`: numbers of tokens in the KV cache at which the costs of passes are timed, too.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Comparison:
     new: int = NEW
     sampling_peers: Sequence[str] = ()
     model: str = MODEL
+    contexts: Sequence[int] = ()
 
     def restricted(self, names: Sequence[str]) -> Comparison:
         """The comparison of these methods only."""
@@ -111,7 +116,7 @@ def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[st
     found: dict[str, Worker] = {}
     drafts = {name: method for name, method in OURS.items() if name in names}
     for name in drafts:
-        if drafts[name] in ("skip", "path"):
+        if drafts[name] in OF_PROFILE:
             drafts[name] += f"@{run.searched(dtype, temperature) if of.model == MODEL else BUILTIN_PROFILE}"
     ours = Worker(sys.executable, "selfspec", drafts=drafts, **common)
     found |= dict.fromkeys(drafts, ours)
@@ -185,6 +190,23 @@ def measure(run: Run, of: Comparison) -> Iterator[dict[str, Any]]:
             lines.write(json.dumps(one) + "\n")
         yield one
     close(started)
+
+
+def costs(run: Run, of: Comparison) -> dict[str, dict[str, dict[str, float]]]:
+    """The costs of passes by dtype and context, by `costs.py`; those of this commit are not timed again."""
+    file, commit = run.folder / f"{of.name}.costs.jsonl", revision()
+    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    known = {one["dtype"]: one["costs"] for one in done if one["commit"] == commit or run.given.any_commit}
+    for dtype in of.methods:
+        if dtype not in known:
+            settings = {"model": run.model_of(of.model, dtype), "dtype": in_torch(dtype), "threads": run.given.threads}
+            command = [sys.executable, str(HERE / "costs.py"), json.dumps({**settings, "contexts": [*of.contexts]})]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(run.given.threads), "THP_MEM_ALLOC_ENABLE": "1"}
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+            known[dtype] = json.loads(said.splitlines()[-1])
+            with file.open("a") as lines:
+                lines.write(json.dumps({"commit": commit, "dtype": dtype, "costs": known[dtype]}) + "\n")
+    return {dtype: known[dtype] for dtype in of.methods}
 
 
 def close(started: dict[str, Worker]) -> None:
@@ -274,6 +296,7 @@ def revision() -> str:
 
 
 SOME = ("plain", "selfspec", "drafts alone", "lookup alone")
+LONG = ("plain", "selfspec", "int8 drafts alone", "int4 drafts alone", "lookup alone")
 COMPARISONS = (
     Comparison(
         "questions",
@@ -298,9 +321,10 @@ COMPARISONS = (
     Comparison(
         "documents",
         documents,
-        {"float32": (*SOME, "transformers", "llama.cpp, float32"), "bfloat16": (*SOME, "transformers")},
+        {"float32": (*LONG, "transformers", "llama.cpp, float32"), "bfloat16": (*LONG, "transformers")},
         {0.0: 1, 0.8: 1},
         "modules of Python's library",
+        contexts=tuple(DOCUMENTS),
     ),
     Comparison(
         "builtin",
@@ -396,7 +420,8 @@ def main() -> None:
                 sys.exit(f"time is up in {of.name}; run this again to go on")
             prompts = {str(one["prompt"]): one["prompt_digest"] for one in runs}
             source = of.source or run.source
-            write(of.name, source, of.model, of.new, runs[0]["commit"], results=summary(runs), prompts=prompts)
+            found = {"results": summary(runs), "prompts": prompts} | ({"costs": costs(run, of)} if of.contexts else {})
+            write(of.name, source, of.model, of.new, runs[0]["commit"], **found)
     for name, (measured, source, new) in SCRIPTS.items():
         if name in asked:
             if time.time() > run.ends:

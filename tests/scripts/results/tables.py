@@ -73,7 +73,7 @@ def whole(found: dict[str, Any]) -> str:
 
 
 def lengths(found: dict[str, Any]) -> str:
-    """Tables of TTFT, and of the ratio to plain decoding after it, by method and length of the prompt."""
+    """Tables of TTFT, of the ratio to plain decoding after it, and of costs, by length of the prompt."""
     parts = []
     for dtype, temperatures in found["results"].items():
         for temperature, methods in temperatures.items():
@@ -84,7 +84,17 @@ def lengths(found: dict[str, Any]) -> str:
                 rows.append([method, *(f"{of['first_ms_by_task'][name] / 1e3:.2f}" for name in names)])
                 rows[-1] += [f"{of['after_first_by_task'][name]:.2f}" for name in names]
             parts.append(table(rows))
+    parts += [costs(dtype, by_context) for dtype, by_context in found.get("costs", {}).items()]
     return "\n\n".join(parts)
+
+
+def costs(dtype: str, by_context: dict[str, dict[str, float]]) -> str:
+    """A table of a plain step, and in plain steps of verification and draft steps, by tokens in the KV cache."""
+    rows = [[f"{dtype}, tokens in the cache", "plain step, ms", "v(8)", "c, int8", "c, int4"]]
+    for context, of in by_context.items():
+        shares = [f"{of[name]:.2f}" for name in ("v8", "int8", "int4")]
+        rows.append([context, f"{of['plain'] * 1e3:.1f}", *shares])
+    return table(rows)
 
 
 def together(found: dict[str, Any]) -> str:

@@ -430,7 +430,9 @@ class TestBench:
             assert at["methods"]["hf"]["ratio"]["hf"]["median"] == 1
             assert at["plain_of_roofline"] > 0
             assert at["skip"]["oracle"]["speedup"] > 0
-        assert re.search(r"temperature 0: 8 runs will take about \d+ (s|min), for each of 2 temperatures", err)
+        assert re.search(
+            r"temperature 0: 8 runs will take about \d+ (s|min), and measuring costs \d+ (s|min), for each of 2", err
+        )
 
     def test_a_seed_repeats_the_texts(self, cli, monkeypatch):
         seen, run = [], Benchmark._run

@@ -7,8 +7,8 @@ import torch
 from layouts import CHOOSABLE, HAS_ONEDNN, fastest, seconds_by_rows
 
 from selfspec.basics.errors import SelfspecError, UnsupportedModelError
-from selfspec.measure import bench, cost_fitting
-from selfspec.measure.bench import BenchCallbacks, Benchmark, BenchTask
+from selfspec.measure import bench, cost_fitting, pace
+from selfspec.measure.bench import BenchCallbacks, Benchmark, BenchTask, Oracle
 from selfspec.measure.bench_methods import (
     METHODS,
     check_methods,
@@ -18,6 +18,7 @@ from selfspec.measure.bench_methods import (
     supported,
     weights_of,
 )
+from selfspec.measure.cost_fitting import path_costs_seconds
 from selfspec.measure.model_copies import extra_drafter_bytes, load_model_copies
 from selfspec.measure.summary import expected, summary, theory
 from selfspec.measure.timing import Runs
@@ -202,15 +203,14 @@ def found(request, tmp_path_factory):
         patch.setattr(bench, "measure_path_costs", lambda *_, **__: TOLD)
         patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(cost_fitting, "forward_seconds", lambda *_, **__: ALONE)
+        patch.setattr(pace, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
         subjects = load_model_copies("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
         task = BenchTask(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
         told = []
-        watch = BenchCallbacks(
-            told.append, lambda seconds, runs: told.append((seconds, runs)), lambda: told.append("run")
-        )
-        benchmark = Benchmark(subjects, task, lambda *_: (2.0, 3.0), watch)
+        watch = BenchCallbacks(told.append, lambda *estimate: told.append(estimate), lambda: told.append("run"))
+        benchmark = Benchmark(subjects, task, Oracle(lambda *_: (2.0, 3.0), lambda *_: 7.0), watch)
         return subjects, benchmark.conditions(), benchmark.run_temperature(0.0), told
 
 
@@ -286,7 +286,8 @@ def test_a_temperature(found):
     assert at["methods"]["plain"]["acceptance_by_position"] == []
     assert all(m["memory_bytes"] > 0 for m in at["methods"].values())
     assert told.count("run") == 6
-    assert [entry[1] for entry in told if isinstance(entry, tuple)] == [6]
+    ((_, runs, further),) = (entry for entry in told if isinstance(entry, tuple))
+    assert (runs, further) == (6, 7.0 + path_costs_seconds(ALONE, ALONE)), "of a pace at which every pass takes as long"
 
 
 def test_the_copy_for_transformers_shares_the_heads_weight_and_keeps_it_whatever_the_layout():

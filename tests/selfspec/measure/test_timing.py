@@ -39,6 +39,17 @@ def test_interleaving_and_ratios():
     assert all(not rest for prompts in seconds.values() for rest in prompts.values())
 
 
+def test_the_prompt_to_warm_up_on_may_be_chosen():
+    calls, warm = [], []
+
+    def run(prompt):
+        calls.append(prompt)
+        return Stats(tokens=10, rounds=1, seconds=1.0)
+
+    interleave({"a": run}, ["x", "y"], rounds=1, warm_prompt=1, on_warm=lambda name, stats: warm.append(name))
+    assert (calls, warm) == (["y", "x", "y"], ["a"])
+
+
 def test_a_method_may_be_dropped():
     """It goes no further; its ratios are of the prompts that it ran on."""
 
