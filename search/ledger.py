@@ -83,10 +83,12 @@ class Ledger:
 
     A trial is added only when it is complete, so that a kill leaves no unfinished trial. Results that all trials depend
     on (the settings, the amount of text, the cost model, the narrowed space, the confidence, the gains of single
-    changes) are stored as trials marked failed. The first record of each kind counts, so that workers that start
-    together agree. While a worker scores a path, it claims the path in an attribute of the study. `settings` None: the
-    study is opened for reading and must exist; `study` None: the only study in the storage. Raises `SelfspecError` when
-    the study has other settings, is damaged, or cannot be reached.
+    changes) are stored as trials marked failed: the storage numbers trials in one order for all workers, and the first
+    record of each kind counts, so that workers that start together agree. (Of a study's attribute, the value written
+    last counts: a worker could go on with a value that another one has replaced.) While a worker scores a path, it
+    claims the path in an attribute of the study. `settings` None: the study is opened for reading and must exist;
+    `study` None: the only study in the storage. Raises `SelfspecError` when the study has other settings, is damaged,
+    or cannot be reached.
     """
 
     texts = _Record[ScoredTexts]()  # the amount of text that trials are scored on

@@ -236,13 +236,13 @@ class ReplayObjective:
         )
         return self._as_score(tried, value, value.speed, pruned=False)
 
-    def gain(self, path: DraftPath | SkipSet, *, draft: int = ALONE, share: float = RANKING_SHARE) -> float:
-        """Return the speedup over plain decoding of always drafting `draft` tokens, on a `share` of the starts.
+    def gain(self, path: DraftPath | SkipSet, *, share: float = RANKING_SHARE) -> float:
+        """Return the speedup over plain decoding of always drafting `ALONE` tokens, on a `share` of the starts.
 
         The draft length is fixed, because the best controller would hardly draft along poor paths, and the speedups of
         poor paths would be equal.
         """
-        controller = FixedK(min(draft, self._replay.depth))
+        controller = FixedK(min(ALONE, self._replay.depth))
         traces = self._replay.trace(path, [controller], share=share)
         return self._evaluate(_Plan(controller), traces, self._draft(as_path(path))).speed * self._costs.plain
 

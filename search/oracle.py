@@ -109,16 +109,12 @@ def oracle(
     costs: CostModel,
     prompts: Sequence[Prompt],
     decoding: DecodingSettings,
-    *,
-    seed: int = 0,
 ) -> Bound:
     """Return the oracle bound of a profile on the model's own continuations of `prompts`.
 
     Drafts are as long as the profile's controller allows; sampled drafts are accepted by rule `block`.
     """
-    texts = continue_prompts(
-        llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding, seed=seed
-    )
+    texts = continue_prompts(llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding)
     described = profile.layer_skip
     depth = deepest([make_controller(described.controller, profile.payoff)])
     candidates = described.candidates
@@ -128,7 +124,6 @@ def oracle(
         sampler=decoding.sampler(),
         depth=depth,
         candidates=candidates,
-        seed=seed,
         base_runtime=llm.runtime,
     ) as replay:
         traces = replay.trace(draft_path(llm.runtime, described, profile), [FixedK(depth)])

@@ -36,7 +36,7 @@ from .bridging import parts_folder
 from .budget import Deadline, no_deadline
 from .callbacks import SearchCallbacks
 from .continuations import DecodingSettings, choose, continue_prompts
-from .quantize_options import QuantizeOptions
+from .options import QuantizeOptions
 
 INT4 = "int4"  # the weights' name among a profile's parts
 GROUP = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import warnings
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
@@ -73,7 +72,8 @@ def check_storage(where: str | Path) -> None:
 def _journal(path: Path) -> BaseStorage:
     check_storage(path)
     with storage_errors(path):
-        return JournalStorage(_JournalFile(path))
+        lock = JournalFileOpenLock(str(path)) if fcntl is None else _JournalLock(path)
+        return JournalStorage(JournalFileBackend(str(path), lock))
 
 
 def _check_journal(path: Path) -> None:
@@ -91,30 +91,29 @@ def _check_journal(path: Path) -> None:
             raise SelfspecError(f"{path} {what}; delete it, or name another storage for the trials")
 
 
-class _JournalFile(JournalFileBackend):
-    """Optuna's journal file, locked by the operating system, so that a killed worker leaves no lock behind.
+class _JournalLock(JournalFileOpenLock):
+    """Lock of a journal file by the operating system, which releases it when the worker that holds it is killed.
 
-    A last line that a kill cut short is dropped when the next line is written.
+    Optuna takes the lock for each write; a last line that a kill cut short is dropped before.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path), JournalFileOpenLock(str(path)))
+        super().__init__(str(path))
+        self._path = path
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append the entries as whole lines, with the file locked against other writers."""
-        if fcntl is None:
-            super().append_logs(logs)
-            return
-        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        with open(self._file_path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+    def acquire(self) -> bool:
+        """Wait for the lock, and drop an incomplete last line of the file."""
+        self._descriptor = os.open(self._path, os.O_RDWR)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        with open(self._descriptor, "r+b", closefd=False) as file:
             if _torn(file):
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
-            file.seek(0, os.SEEK_END)
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        return True
+
+    def release(self) -> None:
+        """Release the lock by closing the file."""
+        os.close(self._descriptor)
 
 
 def _torn(file: BinaryIO) -> bool:

@@ -17,7 +17,7 @@ from selfspec.cli.input_options import (
     many_option,
 )
 from selfspec.cli.options import DecodingOptions, ExtraMemory, Json, Method, Model, Store, System
-from selfspec.search.quantize_options import QuantizeOptions
+from selfspec.search.options import QuantizeOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

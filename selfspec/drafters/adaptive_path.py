@@ -28,8 +28,14 @@ from selfspec.types.methods import WIDEST_DRAFT
 LONGEST = 8  # longest draft length considered when a skip set's speed is estimated
 
 
+def every_second(layers: int) -> SkipSet:
+    """Return SWIFT's initial skip set: every second layer, without the last layer."""
+    second = tuple(range(1, layers - 1, 2))
+    return SkipSet(second, second)
+
+
 class AdaptivePathDrafter(LayerSkipDrafter):
-    """Base of drafters that choose each sequence's skip set during decoding; `start` applies until the first choice.
+    """Base of drafters that choose each sequence's skip set during decoding; until then it is `start`.
 
     A choice depends only on the text and the target's hidden states, and is made before any token of the draft is
     drawn. So drafted tokens follow the distribution q that is recorded for verification. Raises as `LayerSkipDrafter`
@@ -42,7 +48,6 @@ class AdaptivePathDrafter(LayerSkipDrafter):
         self,
         runtime: Runtime,
         controller: Controller,
-        start: SkipSet,
         *,
         candidates: int = 1,
         confidence: Confidence = PROBABILITY,
@@ -53,10 +58,10 @@ class AdaptivePathDrafter(LayerSkipDrafter):
                 f"{type(runtime.model).__name__} takes no attention mask per token, with which paths are compared "
                 "during decoding; expected a draft path from a profile, or another drafter"
             )
+        self.start = every_second(runtime.layers)
         super().__init__(
-            runtime, start, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+            runtime, self.start, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
         )
-        self.start = start
         self._first = self._compiled
         self._compiled_paths: dict[SequenceState, CompiledPath] = {}
 
@@ -83,12 +88,6 @@ class AdaptivePathDrafter(LayerSkipDrafter):
         for compiled, group in together.items():
             self._compiled = compiled
             super()._pass(group)
-
-
-def every_second(layers: int) -> SkipSet:
-    """Return SWIFT's initial skip set: layers 1, 3, 5, .. without the last layer (Xia et al. 2410.06916)."""
-    second = tuple(range(1, layers - 1, 2))
-    return SkipSet(second, second)
 
 
 @dataclass(slots=True)
@@ -133,12 +132,11 @@ class SwiftDrafter(AdaptivePathDrafter):
     ) -> None:
         if not 1 <= window <= WIDEST_DRAFT:
             raise SelfspecError(f"window {window}: expected 1 to {WIDEST_DRAFT} tokens")
-        start = every_second(runtime.layers)
         super().__init__(
-            runtime, controller, start, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+            runtime, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
         )
         self.window, self.every, self.patience = window, every, patience
-        self._known = start
+        self._known = self.start
         self._studies: dict[SequenceState, _Study] = {}
         inner = range(1, runtime.layers - 1)
         self._parts = [(part, layer) for part in ("attention", "mlp") for layer in inner]
@@ -261,9 +259,8 @@ class ClaspDrafter(AdaptivePathDrafter):
             raise SelfspecError(
                 f"skip {skip}: expected 1 to {min(layers, WIDEST_DRAFT - 1)} of the model's {layers} layers"
             )
-        start = every_second(layers)
         super().__init__(
-            runtime, controller, start, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
+            runtime, controller, candidates=candidates, confidence=confidence, proposer_chain=proposer_chain
         )
         self.skip, self.every = skip, every
         self.hidden = tuple(range(layers + 1))

@@ -133,20 +133,13 @@ class InputDrafter(LookupDrafter):
         super().end(seq)
         self._copies.pop(seq, None)
 
-    def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:
-        max_tokens = min(limit.depth, limit.nodes)
-        proposal, loop = self._rest(seq, max_tokens), DraftLoop(self.controller_of(seq), depth=max_tokens)
-        for token, chance in zip(proposal.tokens, proposal.chances, strict=True):
-            if not loop.record(chance, token):
-                break
-        return as_draft(proposal.cut(len(loop.confidences)), loop.confidences)
-
-    def _rest(self, seq: SequenceState, most: int) -> Proposal:
+    def look_up(self, seq: SequenceState, max_tokens: int) -> Proposal:
+        """Return at most `max_tokens` tokens of the prompt from the anchor on, up to an end token."""
         copy = self._copies.get(seq)
         if copy is None or copy.next_position is None:
             return NO_PROPOSAL
         tokens = list[int]()
-        for token in seq.tokens[copy.next_position : min(copy.next_position + most, copy.size)]:
+        for token in seq.tokens[copy.next_position : min(copy.next_position + max_tokens, copy.size)]:
             tokens.append(token)
             if token in seq.ends:
                 break

@@ -14,11 +14,10 @@ from selfspec.engine.block_scheduler import memory_of
 from selfspec.engine.overlapped import OverlappedRounds
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.model_verifier import ModelChecker
-from selfspec.speculation.checker import Scored
 from selfspec.speculation.drafter import Drafter, Limit
 from selfspec.speculation.drafts import Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput, joined
-from selfspec.speculation.rounds import one_round
+from selfspec.speculation.rounds import Scored, one_round
 from selfspec.speculation.rules import Rule
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.methods import WIDEST_DRAFT

@@ -10,7 +10,6 @@ from selfspec.llm.options import GenerateOptions, Options, options_method
 from selfspec.llm.sampling_plan import Plan
 from selfspec.llm.stream import Generation, Stream
 from selfspec.speculation.drafter import Drafter
-from selfspec.text.prompt_template import Prompt
 
 
 class ChatModel(Protocol):
@@ -18,18 +17,9 @@ class ChatModel(Protocol):
 
     tokenizer: Any
 
-    def start(
-        self,
-        prompt: Prompt,
-        options: Options,
-        *,
-        planned: Plan | None = None,
-        drafter: Drafter | None = None,
-        pieces: bool = True,
-        reuse: bool = False,
-        ended: Callable[[str], None] | None = None,
-    ) -> Stream:
-        """Start a stream, as `LLM.start`."""
+    @property
+    def start(self) -> Callable[..., Stream]:
+        """The method `LLM.start`."""
 
 
 def _send(conversation: Conversation, text: str, options: GenerateOptions) -> Generation:

@@ -353,8 +353,8 @@ def masked_seconds(runtime: Runtime, context: int, rows: int, *, repeats: int = 
         return _timed(call, runtime, repeats)
 
 
-def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -> LLM:
-    """Return the copy of a model with the fastest plain decode step, timed on all copies in turn, `sweeps` times.
+def fastest_plain(llms: Sequence[LLM]) -> LLM:
+    """Return the copy of a model with the fastest plain decode step, timed on all copies in turn, three times.
 
     `llms`: copies of the same model in different weight layouts, which were chosen by timing the matrix products of a
     few layers once. Plain decoding is the baseline of every speedup, so it must run on the fastest layout. Raises
@@ -363,9 +363,9 @@ def fastest_plain(llms: Sequence[LLM], *, context: int = 128, sweeps: int = 3) -
     if len(llms) == 1:
         return llms[0]
     seconds = [math.inf] * len(llms)
-    for _ in range(sweeps):
+    for _ in range(3):
         for i, llm in enumerate(llms):
-            keys = min(context, llm.runtime.skeleton.context - 1)
+            keys = min(128, llm.runtime.skeleton.context - 1)
             seconds[i] = min(seconds[i], forward_seconds(llm.runtime, keys, repeats=8))
     return llms[seconds.index(min(seconds))]
 

@@ -286,12 +286,12 @@ def conditions(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95% percentile bootstrap interval (low, high) of the median; of a single value x, (x, x)."""
     import numpy as np
     from scipy.stats import bootstrap
 
     if len(values) < 2:
         return values[0], values[0]
-    result = bootstrap((np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed))
+    result = bootstrap((np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(0))
     return float(result.confidence_interval.low), float(result.confidence_interval.high)

@@ -308,8 +308,8 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
 
 
 @torch.inference_mode()
-def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, float]:
-    """Return the seconds of a product of `rows` rows with a random weight like `weight`, by name of the kernel.
+def kernel_times(weight: Tensor, bits: Bits) -> dict[str, float]:
+    """Return the seconds of a product of one row with a random weight like `weight`, by name of the kernel.
 
     Weights are read from memory and not from CPU caches, as in a decode step. Kernels that raise an error or are
     inaccurate, with one row or with several, are left out.
@@ -318,8 +318,8 @@ def kernel_times(weight: Tensor, bits: Bits, *, rows: int = 1) -> dict[str, floa
     into = weight.shape[1]
     out = max(min(len(weight), _VALUES // into), _OUTPUTS)
     like = torch.randn(out, into, generator=generator).to(weight)
-    several = torch.randn(max(rows, 3), into, generator=generator).to(weight)
-    x = several[:rows]
+    several = torch.randn(3, into, generator=generator).to(weight)
+    x = several[:1]
     quantized = quantize(like, bits)
     exact = several.float() @ quantized.weight(torch.float32).t()
     copies = [

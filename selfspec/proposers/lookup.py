@@ -118,11 +118,6 @@ class SuffixAutomaton:
             continuation.append(drafted[index] if index < len(drafted) else continuation[index - len(drafted)])
         return continuation
 
-    def next_tokens(self, match: Match) -> list[int]:
-        """Return all tokens that ever followed a match, the most recent first."""
-        following = self._next[match.state]
-        return sorted(following, key=lambda token: -self._latest[following[token]])
-
 
 # Prior chances by the length of the repeated suffix, from 0; measured on SmolLM2's answers to chat prompts.
 FIRST = (0.0, 0.18, 0.48, 0.51, 0.64, 0.71, 0.8, 0.8, 0.8, 0.93)

@@ -37,8 +37,7 @@ from selfspec.runtime.hf_check import MODEL_ERRORS, WrongLogitsError, check_chai
 from selfspec.runtime.hf_paths import GenericPath, GenericPaths
 from selfspec.runtime.module_hooks import callers_of, capture_hidden, first_of, replacing, stepping
 from selfspec.runtime.paged import BlockTables
-from selfspec.runtime.state_cache import StateCache
-from selfspec.runtime.state_passes import run_rows
+from selfspec.runtime.state_cache import StateCache, run_rows
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.types.draft_path import FULL, SkipSet
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from selfspec.runtime.base import Runtime
-from selfspec.speculation.checker import Scored
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.rounds import Scored
 from selfspec.speculation.sequence import SequenceState
 from selfspec.speculation.tree_batch import PlacedDraft
 

@@ -11,8 +11,7 @@ import torch
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.families.base import Sizes
 from selfspec.models.skeleton import Skeleton
-from selfspec.runtime.cache import Cache
-from selfspec.runtime.cache_rows import CacheRows
+from selfspec.runtime.cache import Cache, CacheRows
 from selfspec.types.methods import WIDEST_DRAFT
 
 BLOCK = 64  # slots per block: a multiple of what kernels read at once, which is up to four vectors

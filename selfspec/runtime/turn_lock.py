@@ -18,8 +18,8 @@ class TurnLock:
     that another thread has left open.
     """
 
-    def __init__(self, timeout: float = TIMEOUT) -> None:
-        self.timeout = timeout
+    def __init__(self) -> None:
+        self.timeout = TIMEOUT
         self._changed = threading.Condition()
         self._queue: deque[int] = deque()  # thread ids: the owner, then those that wait
         self._progress = 0.0  # `time.monotonic` of the owner's last progress

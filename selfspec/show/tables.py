@@ -176,13 +176,13 @@ def source_frame(bench: Json) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["temperature", "method", "task", "source", "share"]).astype({"share": float})
 
 
-def position_frame(rounds: Sequence[Round], *, method: str = "skip", temperature: float = 0.0) -> pd.DataFrame:
+def position_frame(rounds: Sequence[Round]) -> pd.DataFrame:
     """Return a frame with a row for each draft `position`, from 1.
 
     `drafts`: the number of drafts that reach the position. `acceptance`: the share of these drafts whose token at the
-    position was accepted. `method` and `temperature`: values of the columns of that name.
+    position was accepted. The column `method` is `skip`, and `temperature` 0.
     """
-    frame = _positions(acceptance_by_position(rounds), method, temperature)
+    frame = _positions(acceptance_by_position(rounds), "skip", 0.0)
     frame["drafts"] = [float(sum(done.drafted >= place for done in rounds)) for place in frame["position"]]
     return frame
 

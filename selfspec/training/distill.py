@@ -112,11 +112,15 @@ class DistillLearner:
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Return the divergence between the student's and the model's distributions, over windows of one length."""
-        ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
-        with torch.no_grad():
-            log_p = self.runtime.model(ids, use_cache=False).logits.float().log_softmax(-1)
+        ids, log_p = self._targets(windows)
         log_q = self.student(ids, use_cache=False).logits.float().log_softmax(-1)
         return self._loss(log_p, log_q).sum(-1).mean()
+
+    @torch.no_grad()
+    def _targets(self, windows: Sequence[TrainingText]) -> tuple[Tensor, Tensor]:
+        """Return the tokens `[B, n]` of windows of one length, and the model's log-probabilities `[B, n, V]` there."""
+        ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
+        return ids, self.runtime.model(ids, use_cache=False).logits.float().log_softmax(-1)
 
     @torch.no_grad()
     def acceptance(self, texts: Sequence[TrainingText]) -> list[float]:

@@ -69,9 +69,7 @@ class LayerSkipLearner(DistillLearner):
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Return the weighted loss of this step's exits, over windows of one length."""
-        ids = torch.stack([window.tokens for window in windows]).to(self.runtime.device)
-        with torch.no_grad():
-            log_p = self.runtime.model(ids, use_cache=False).logits.float().log_softmax(-1)
+        ids, log_p = self._targets(windows)
         last = self.runtime.layers - 1
         exits = sorted({*range(self._steps % EVERY, last, EVERY), self.exit - 1, last})
         self._steps += 1

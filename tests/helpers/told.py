@@ -1,4 +1,4 @@
-"""Costs of a search that are told, not measured: measuring takes most of a short search, and is the machine's."""
+"""Costs and times that are told, not measured: measuring takes most of a short search, and is the machine's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from selfspec.types.costs import CostModel, ModeCosts
 
 MEASURED = "measured_costs"
 STEP = 1.3e-3  # seconds of a plain step; a draft step that skips nothing takes as long
+
+
+class Clock:
+    """A clock that shows the seconds `now`, which a test sets."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def told_costs(layers: int) -> CostModel:

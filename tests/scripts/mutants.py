@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "masks: a tree's window is one token too long",
-        "selfspec/runtime/cache_rows.py",
+        "selfspec/runtime/cache.py",
         "> positions.unsqueeze(-1) - window", ">= positions.unsqueeze(-1) - window",
         "runtime/test_windows.py models/test_every_family.py",
     ),

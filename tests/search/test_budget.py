@@ -6,21 +6,12 @@ import math
 
 import pytest
 from selfspec.search.budget import SHARES, Budget, no_deadline
-
-
-class Clock:
-    """Seconds, as many as it was told."""
-
-    def __init__(self, now=100.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
+from told import Clock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(100.0)
 
 
 def walk(budget, clock, takes):

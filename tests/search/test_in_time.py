@@ -14,6 +14,7 @@ from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.space import Space
 from selfspec.search.trial_tables import as_profile
 from studies import measured_as, small_study
+from told import Clock
 
 from selfspec.measure.pace import Pace
 from selfspec.measure.timing import Runs
@@ -27,15 +28,6 @@ COSTS = CostModel(
     context=60, base=1e-4, attention=4e-5, mlp=4e-5, widths=[1, 2, 8], verify=[1.3e-3, 1.35e-3, 1.5e-3], round=4e-5
 )
 QUICK, SLOW = Pace(step=1e-4, row=1e-5), Pace(step=0.05, row=0.02)
-
-
-class Clock:
-    """Seconds, as many as it was told."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Events(SilentSearch):

@@ -12,7 +12,7 @@ from selfspec.search.budget import Deadline, no_deadline
 from selfspec.search.callbacks import SilentSearch
 from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
-from selfspec.search.quantize_options import QuantizeOptions
+from selfspec.search.options import QuantizeOptions
 from selfspec.search.quantizing import choose_method, int4_for_search
 from selfspec.search.trial_tables import as_profile
 from studies import measured_as

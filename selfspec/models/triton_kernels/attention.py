@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.models.triton_kernels.launching import BLOCK_ROWS, compute_dtype, power_of_two
+from selfspec.models.triton_kernels.elementwise import BLOCK_ROWS, compute_dtype, power_of_two
 
 CHUNK, CHUNKS = 64, 64  # slots of a chunk, which doubles beyond this number of chunks
 BLOCK_SLOTS, BLOCK_BYTES = 64, 2**15  # most slots of a step, and most bytes of their keys, so that they fit in 99 KiB

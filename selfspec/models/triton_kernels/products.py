@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selfspec.models.triton_kernels.launching import BLOCK_ROWS, compute_dtype, power_of_two
+from selfspec.models.triton_kernels.elementwise import BLOCK_ROWS, compute_dtype, power_of_two
 from selfspec.models.triton_kernels.switch import ROWS
 
 SCALED, INT4 = 1, 2  # kinds of weights, with 0 for one that is multiplied as it is

@@ -8,6 +8,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import plain, run, small
+from told import Clock
 from toys import RandomTree
 
 from selfspec.controllers import FixedK, StaticThreshold
@@ -26,13 +27,6 @@ from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import NO_WORK, DraftCall, steps_of
 
 STEP = ForwardOutput(None)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Chain:

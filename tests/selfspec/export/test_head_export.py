@@ -67,11 +67,6 @@ def mlp(runtime, *, tied=False, scaled=False):
     return make_part_file("mlp", {"net": net, "eps": 1e-6, "layers": [LAYERS]}, tensors, None, runtime)
 
 
-def with_rope(part):
-    """The same, its rope scaled as Llama 3.1's, by the way through its published form."""
-    return PartFile(part.kind, {**part.settings, "rope": LLAMA3}, part.tensors, part.model)
-
-
 PARTS = {
     "eagle": (eagle, "eagle"),
     "eagle with a bias": (lambda runtime: eagle(runtime, bias=True), "eagle"),

@@ -15,7 +15,7 @@ from selfspec.basics.errors import UnsupportedModelError
 from selfspec.controllers import AdaptiveThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import decode
-from selfspec.runtime import open_runtime, state_passes
+from selfspec.runtime import open_runtime, state_cache
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import DraftPath, SkipSet
@@ -86,7 +86,7 @@ def test_a_draft_works_on_a_copy(monkeypatch):
 
 def test_the_lag_is_bounded(monkeypatch):
     """Drafts that are always wrong leave the state where it is, until a pass only advances it."""
-    monkeypatch.setattr(state_passes, "WIDEST_DRAFT", 4)
+    monkeypatch.setattr(state_cache, "WIDEST_DRAFT", 4)
     runtime = runtime_of()
     expected = theirs(runtime.model, PROMPT)
     passes = passes_of(monkeypatch, runtime)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from selfspec.search.analysis import plots
 
-from selfspec.show.plots import searching
 from selfspec.types.acceptance import AcceptanceCurve
 
 SWEEP = pd.DataFrame(
@@ -35,7 +35,7 @@ def lines(axes):
 
 def test_speedups_are_drawn_by_temperature_with_what_was_measured():
     both = pd.concat([SWEEP, SWEEP.assign(temperature=0.8)])
-    figure = searching.speedup_curves(both)
+    figure = plots.speedup_curves(both)
     left, right = figure.axes
     assert (left.get_title(loc="left"), right.get_title(loc="left")) == ("temperature 0.0", "temperature 0.8")
     assert left.get_ylabel() == "speedup over plain decoding"
@@ -49,12 +49,12 @@ def test_speedups_are_drawn_by_temperature_with_what_was_measured():
 
 
 def test_only_the_families_asked_for():
-    figure = searching.speedup_curves(SWEEP, families=("random sets",))
+    figure = plots.speedup_curves(SWEEP, families=("random sets",))
     assert "chosen profile" not in texts(figure)
 
 
 def test_a_threshold_is_drawn_round_by_round():
-    figure = searching.trajectories({"adaptive": ROUNDS, "other": ROUNDS})
+    figure = plots.trajectories({"adaptive": ROUNDS, "other": ROUNDS})
     above, below = figure.axes
     assert lines(above)["adaptive"].get_ydata().tolist() == [0.6, 0.6, 0.5]
     assert below.get_lines()[0].get_ydata().tolist() == [0.5, 0.75], "a round without a draft has no share"
@@ -63,7 +63,7 @@ def test_a_threshold_is_drawn_round_by_round():
 
 
 def test_draft_lengths_are_shares_of_the_rounds():
-    figure = searching.draft_lengths({"one": ROUNDS})
+    figure = plots.draft_lengths({"one": ROUNDS})
     (axes,) = figure.axes
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
     assert "one mean 2.00, 83% accepted" in texts(figure)
@@ -73,7 +73,7 @@ def test_best_lengths_by_theory_and_trace():
     frame = pd.DataFrame(
         {"source": ["theory", "theory", "trace"], "acceptance": [0.2, 0.8, 0.7], "k": [0, 4, 3], "speedup": [1, 2, 1.5]}
     )
-    left, right = searching.best_lengths(frame).axes
+    left, right = plots.best_lengths(frame).axes
     assert lines(left)["traces"].get_ydata().tolist() == [3]
     assert right.get_lines()[1].get_ydata().tolist() == [1, 2]
 
@@ -82,7 +82,7 @@ def test_acceptance_by_place_leaves_out_what_hardly_happened():
     shares = {"accepted": [0.5, 0.4, 1.0], "low": [0.4, 0.2, 0.2], "high": [0.6, 0.6, 1.0], "tokens": [50, 20, 1]}
     by_place = pd.DataFrame({"place": [1.0, 2.0, 3.0], **shares})
     by_confidence = pd.DataFrame({"confidence": [0.1, 0.5, 0.9], **shares})
-    figure = searching.acceptance(by_place, by_confidence, AcceptanceCurve())
+    figure = plots.acceptance(by_place, by_confidence, AcceptanceCurve())
     left, right = figure.axes
     assert left.containers[0].lines[0].get_ydata().tolist() == [0.5, 0.4]
     assert right.containers[0].lines[0].get_ydata().tolist() == [0.5, 0.4, 1.0]
@@ -99,9 +99,9 @@ def test_controllers_and_candidates():
             "tokens_per_round": [1.5, 1.6, 1.8, 1.9],
         }
     )
-    figure = searching.controllers(frame)
+    figure = plots.controllers(frame)
     assert {"1.00", "1.10", "1.20", "1.30", "fixed", "rate", "chains", "up to 3 candidates each"} <= texts(figure)
-    left, right = searching.candidates(frame).axes
+    left, right = plots.candidates(frame).axes
     assert lines(left)["rate"].get_ydata().tolist() == [1.1, 1.3]
     assert lines(left)["perfect stopping"].get_ydata().tolist() == [1.4, 1.6]
     assert right.get_ylabel() == "tokens a pass"
@@ -117,7 +117,7 @@ def test_a_race_has_a_line_for_each_seed():
             "best": [1.0, 1.1, 1.0, 1.2, 1.0, 1.05],
         }
     )
-    figure = searching.races(frame)
+    figure = plots.races(frame)
     drawn = [list(line.get_ydata()) for line in figure.axes[1].get_lines()]
     assert drawn[:3] == [[1.0, 1.1], [1.0, 1.2], [1.0, 1.05]]
     assert {"climb", "random"} <= texts(figure)
@@ -132,7 +132,7 @@ def test_importances_are_a_heat_map_with_signs():
             "effect": [0.1, -0.1, 0.2, float("nan")],
         }
     )
-    figure = searching.importances(frame)
+    figure = plots.importances(frame)
     assert figure.axes[0].collections[0].get_array().ravel().tolist() == [0.5, 0.3, 0.2, 0.0]
     assert sorted(t.get_text() for t in figure.axes[0].texts if t.get_text()) == ["+", "+", "\N{MINUS SIGN}"]
 
@@ -141,10 +141,10 @@ def test_predictions_and_costs_lie_about_a_diagonal():
     found = pd.DataFrame(
         {"temperature": [0.0, 0.8], "predicted": [1.0, 1.2], "measured": [1.1, 1.1], "low": [1, 1], "high": [1.2, 1.2]}
     )
-    figure = searching.predicted_against_measured(found)
+    figure = plots.predicted_against_measured(found)
     assert [bars.lines[0].get_xydata().tolist() for bars in figure.axes[0].containers] == [[[1.0, 1.1]], [[1.2, 1.1]]]
     assert {"temperature 0", "temperature 0.8", "predicted = measured"} <= texts(figure)
     fit = pd.DataFrame({"predicted": [2.0, 3.0], "timed": [2.1, 2.9]})
-    left, right = searching.costs(fit, pd.DataFrame({"rows": [1, 4], "share": [1.0, 1.5]})).axes
+    left, right = plots.costs(fit, pd.DataFrame({"rows": [1, 4], "share": [1.0, 1.5]})).axes
     assert left.get_lines()[1].get_xydata().tolist() == [[2.0, 2.1], [3.0, 2.9]]
     assert right.get_lines()[0].get_ydata().tolist() == [1.0, 1.5]

@@ -1,6 +1,7 @@
-"""Plots on searches and controllers: progress, predictions, skipped sub-layers, thresholds, draft lengths, acceptance.
+"""Plots of the notebooks: a search's progress, predictions, skipped sub-layers, thresholds, draft lengths, acceptance.
 
-A family is a rule that yields skip sets of growing size, such as random sets.
+Frames come from `trials` and `sweep`, the modules beside this one. A family is a rule that yields skip sets of growing
+size, such as random sets.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from selfspec.types.acceptance import AcceptanceCurve
 def races(frame: pd.DataFrame) -> Figure:
     """Plot the best predicted speedup so far against seconds and against trials, with a line per strategy and seed.
 
-    `frame`: as returned by `selfspec.search.analysis.trials.race`.
+    `frame`: as returned by `trials.race`.
     """
     with styled():
         figure, axes = subplots(1, 2, height=3.7, sharey=True)
@@ -58,8 +59,8 @@ def races(frame: pd.DataFrame) -> Figure:
 def importances(frame: pd.DataFrame) -> Figure:
     """Plot which share of the variance of the trials' speedups each sub-layer explains, as a grid of layers.
 
-    A sign shows whether skipping the sub-layer correlates with a higher (`+`) or lower speedup. `frame`: as
-    returned by `selfspec.search.analysis.trials.importance`.
+    A sign shows whether skipping the sub-layer correlates with a higher (`+`) or lower speedup. `frame`: as returned by
+    `trials.importance`.
     """
     layers = int(frame["layer"].max()) + 1
     parts = ["attention", "mlp"]
@@ -83,7 +84,7 @@ def importances(frame: pd.DataFrame) -> Figure:
 def predicted_against_measured(frame: pd.DataFrame) -> Figure:
     """Plot measured against predicted speedups, with 95% intervals, a point for each skip set and temperature.
 
-    `frame`: as returned by `selfspec.search.analysis.trials.predictions`.
+    `frame`: as returned by `trials.predictions`.
     """
     with styled():
         figure, (ax,) = subplots(1, 1, height=3.8, width=4.6)
@@ -112,8 +113,7 @@ def predicted_against_measured(frame: pd.DataFrame) -> Figure:
 def costs(fit: pd.DataFrame, verification: pd.DataFrame) -> Figure:
     """Plot timed against predicted costs of draft steps, and the cost of a verification pass by its number of tokens.
 
-    `fit` and `verification`: as returned by `cost_fit` and `verification_costs` of
-    `selfspec.search.analysis.trials`.
+    `fit` and `verification`: as returned by `cost_fit` and `verification_costs` of `trials`.
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.3)
@@ -144,9 +144,9 @@ def speedup_curves(
 ) -> Figure:
     """Plot the speedup over plain decoding by the number of skipped sub-layers, in a panel for each value of `by`.
 
-    `rows`: as returned by `search.analysis.sweep.sweep`. The columns `measured`, `low` and `high`, if present, are
-    drawn as open markers with 95% intervals, and the column `bound` as a line. `families`: the families to draw, in
-    order (None: all). `title`: the title of a panel, a format string for the value of `by`.
+    `rows`: as returned by `sweep.sweep`. The columns `measured`, `low` and `high`, if present, are drawn as open
+    markers with 95% intervals, and the column `bound` as a line. `families`: the families to draw, in order
+    (None: all). `title`: the title of a panel, a format string for the value of `by`.
     """
     values, known = list(dict.fromkeys(rows[by])), list(dict.fromkeys(rows["family"]))
     numbers = {family: known.index(family) for family in families or known if family in known}
@@ -208,7 +208,7 @@ FEWEST = 8  # draft positions with fewer tokens are not plotted
 def trajectories(runs: Mapping[str, pd.DataFrame]) -> Figure:
     """Plot the confidence threshold and the accepted share of drafts, round by round, with a line per controller.
 
-    `runs`: for each controller's name, a frame as returned by `selfspec.search.analysis.trials.rounds_frame`.
+    `runs`: for each controller's name, a frame as returned by `trials.rounds_frame`.
     """
     with styled():
         figure, (above, below) = subplots(2, 1, height=2.3, sharex=True)
@@ -254,7 +254,7 @@ def draft_lengths(runs: Mapping[str, pd.DataFrame]) -> Figure:
 def best_lengths(frame: pd.DataFrame) -> Figure:
     """Plot the best fixed draft length, and its speedup, against the acceptance rate, by theory and on traces.
 
-    `frame`: as returned by `selfspec.search.analysis.trials.best_lengths`.
+    `frame`: as returned by `trials.best_lengths`.
     """
     theory, traces = (frame[frame["source"] == source] for source in ("theory", "trace"))
     with styled():
@@ -278,8 +278,8 @@ def best_lengths(frame: pd.DataFrame) -> Figure:
 def acceptance(by_place: pd.DataFrame, by_confidence: pd.DataFrame, curve: AcceptanceCurve | None = None) -> Figure:
     """Plot acceptance by draft position and by the draft's confidence, with 95% intervals.
 
-    The frames are as returned by `selfspec.search.analysis.trials.acceptance_by`. `curve`: the acceptance curve of a
-    profile, plotted for comparison (None: not plotted).
+    The frames are as returned by `trials.acceptance_by`. `curve`: the acceptance curve of a profile,
+    plotted for comparison (None: not plotted).
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2, sharey=True)
@@ -312,7 +312,7 @@ def controllers(frame: pd.DataFrame) -> Figure:
     """Plot the predicted speedups of controllers, with one and with the largest number of candidates per position.
 
     Dotted lines show the bounds, the speedups of perfect stopping. `frame`: as returned by
-    `selfspec.search.analysis.trials.compare_controllers`.
+    `trials.compare_controllers`.
     """
     kinds = list(dict.fromkeys(frame["controller"]))
     most = int(frame["candidates"].max())
@@ -347,7 +347,7 @@ def controllers(frame: pd.DataFrame) -> Figure:
 def candidates(frame: pd.DataFrame) -> Figure:
     """Plot speedup and tokens per pass against the number of candidates per draft position, a line per controller.
 
-    `frame`: as returned by `selfspec.search.analysis.trials.compare_controllers`.
+    `frame`: as returned by `trials.compare_controllers`.
     """
     with styled():
         figure, (left, right) = subplots(1, 2, height=3.2)
