@@ -18,7 +18,7 @@ from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PROBABILITY, Confidence
-from selfspec.types.draft_work import DRAFT_PATH, passes_of, with_head_steps
+from selfspec.types.draft_work import DRAFT_PATH, Work, passes_of, with_head_steps
 from selfspec.types.methods import WIDEST_DRAFT
 
 
@@ -92,6 +92,10 @@ class ChainDrafter(ControlledDrafter):
         self.confidence = confidence
         self.candidates = candidates
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification pass
+
+    @abstractmethod
+    def max_work(self, limit: Limit) -> Work:
+        """Return the most work that a draft within the limit can take."""
 
     @abstractmethod
     def _pass(self, chains: Sequence[Chain]) -> None:

@@ -15,9 +15,8 @@ from selfspec.drafters.autoregressive import ChainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.base import Runtime
-from selfspec.speculation.drafter import Limit
-from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
-from selfspec.speculation.forward_output import ForwardOutput
+from selfspec.speculation.drafter import DelegatingDrafter, Limit
+from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.costs import PassCosts
@@ -26,34 +25,27 @@ KEYS = 8  # prompt length in tokens
 PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-up round
 
 
-class _Timed(PlainDrafter):
-    """Drafter that lets `drafter` draft `length` tokens in each round, and records the `seconds` of drafting."""
+class _Timed(DelegatingDrafter):
+    """Drafter that lets `drafter` draft `length` tokens in each round, and records the `seconds` of drafting.
 
-    drafts = True
+    Its rounds run on the host, where they can be timed in parts.
+    """
 
     def __init__(self, drafter: ChainDrafter, runtime: Runtime) -> None:
-        self.drafter, self.runtime = drafter, runtime
-        self.hidden = drafter.hidden
+        super().__init__(drafter)
+        self.runtime = runtime
         self.length, self.seconds = 0, 0.0
-
-    def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        self.drafter.begin(seq, prefill)
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return an autoregressive draft of `length` tokens for each sequence; shorter if the drafter stops early."""
         start, drafts = clock(), [NO_DRAFT] * len(seqs)
         if self.length:
-            self.drafter.controller = FixedK(self.length)
-            drafts = self.drafter.propose(seqs, limits)
+            drafts = self.drafter.propose(
+                seqs, [limit._replace(depth=min(limit.depth, self.length)) for limit in limits]
+            )
         synchronise(self.runtime.device)
         self.seconds = clock() - start
         return drafts
-
-    def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        self.drafter.observe(seq, outcome)
-
-    def end(self, seq: SequenceState) -> None:
-        self.drafter.end(seq)
 
 
 class _Round(NamedTuple):
@@ -78,7 +70,7 @@ def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassC
     if KEYS + len(plan) + 2 * sum(plan) + 2 > runtime.skeleton.context:
         plan = (0,)
     for count in counts:
-        with _without_proposers(drafter):
+        with _by_length(drafter):
             for done in _rounds(runtime, drafter, count, plan, draw):
                 verify[done.verified].append(done.rest)
                 if done.passes:
@@ -90,14 +82,14 @@ def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassC
 
 
 @contextmanager
-def _without_proposers(drafter: ChainDrafter | None) -> Iterator[None]:
-    """Disable the drafter's proposers and batch scheduler inside the context; then restore them and the controller."""
+def _by_length(drafter: ChainDrafter | None) -> Iterator[None]:
+    """Draft by length alone, without proposers and batch scheduler, inside the context; then restore all three."""
     if drafter is None:
         yield
         return
     saved = drafter.controller, drafter.proposer_chain, drafter.load
     try:
-        drafter.proposer_chain, drafter.load = ProposerChain(), None
+        drafter.controller, drafter.proposer_chain, drafter.load = FixedK(max(PLAN)), ProposerChain(), None
         yield
     finally:
         drafter.controller, drafter.proposer_chain, drafter.load = saved
