@@ -220,7 +220,7 @@ class CrossVocabularyDrafter(ChainDrafter):
 
         All tokens are in the draft model's vocabulary.
         """
-        proposal = self.proposer_state(chain.seq).look_up(chain.tokens, chain.remaining - len(chain.tokens) - 1)
+        proposal = self.proposer_state(chain.seq).look_up(chain.tokens, self._most_checked(chain))
         chain.lookup_tokens, chain.source = (
             list(takewhile(self._target_to_draft.__contains__, proposal.tokens)),
             proposal.source,

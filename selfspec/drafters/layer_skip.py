@@ -166,7 +166,7 @@ class LayerSkipDrafter(ChainDrafter):
 
     def _look_up(self, chain: Chain) -> Proposal:
         """Return the lookup tokens that the draft's next pass checks."""
-        remaining = chain.remaining - len(chain.tokens) - 1
+        remaining = self._most_checked(chain)
         if self.below is not None and chain.passes:  # keep the hidden states before tokens that were drafted
             chain.streams[-1] = chain.streams[-1][: len(chain.tokens) - chain.pass_start]
             self.below.learn(chain)

@@ -104,9 +104,9 @@ def _rounds(
     probe = None if drafter is None else _Timed(drafter, runtime)
     samples = []
     with Engine(runtime, probe or PlainDrafter()) as engine:
-        for number in range(count):
+        for _ in range(count):
             tokens = [draw.randrange(vocabulary) for _ in range(KEYS)]
-            engine.join(SequenceState(tokens, max_new_tokens, Sampler(temperature=1.0, seed=number)))
+            engine.join(SequenceState(tokens, max_new_tokens, Sampler()))
         engine.step()  # the first tokens, which take no pass
         for i, length in enumerate((0, *plan)):
             if probe is not None:

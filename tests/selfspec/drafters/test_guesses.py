@@ -9,14 +9,17 @@ import torch
 from models import plain, run, small
 from stores import babble, stored
 
-from selfspec.controllers import FixedK
+from selfspec.controllers import BatchDraftScheduler, FixedK
 from selfspec.drafters import LayerSkipDrafter
+from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.proposers.base import Proposal, ProposerChain
 from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.costs import PassCosts
 from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import DRAFT_PATH, draft_pass
 
@@ -56,16 +59,16 @@ class Knowing:
 
     name = "some"
 
-    def __init__(self, text):
-        self.text = text
+    def __init__(self, text, chance=1.0):
+        self.text, self.chance = text, chance
 
     def reader(self):
-        return KnowingReader(self.text)
+        return KnowingReader(self.text, self.chance)
 
 
 class KnowingReader:
-    def __init__(self, text):
-        self.text, self.told = text, 0
+    def __init__(self, text, chance):
+        self.text, self.chance, self.told = text, chance, 0
 
     def append(self, token):
         self.told += 1
@@ -73,7 +76,7 @@ class KnowingReader:
     def look_up(self, drafted, most):
         at = self.told + len(drafted)
         tokens = self.text[at : at + most]
-        return Proposal(tokens, [1.0] * len(tokens))
+        return Proposal(tokens, [self.chance] * len(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,27 @@ def test_right_guesses_leave_one_pass(runtime):
     tokens, outcomes = run(runtime, drafter, prompt, 22)
     assert tokens == text[:22]
     assert {outcome.draft.work for outcome in outcomes[1:-1]} == {((draft_pass(4), 1),)}
+
+
+@pytest.mark.parametrize(("sequences", "width"), [(1, 4), (2, 4), (3, 1)])
+def test_only_passes_of_small_batches_check_guesses(sequences, width):
+    """A wider pass is nearly free for one sequence, and not for many."""
+    runtime = LeanRuntime(small(VOCABULARY), kernel=fake, rows=sequences)
+    prompt = PROMPTS[0]
+    guesses = Knowing([*prompt, *plain(runtime, prompt, 24)], 0.2)  # too unsure to be verified instead of drafts
+    drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(4), proposer_chain=ProposerChain([guesses], (1.0,) * 4))
+    free = (0.0, 1.0, *[1.0 + n / 1e6 for n in range(1, 64)])
+    drafter.load = BatchDraftScheduler(PassCosts(free, tuple(second / 10 for second in free)))
+    widths = set()
+    with Engine(runtime, drafter) as engine:
+        for _ in range(sequences):
+            engine.join(SequenceState(list(prompt), 8, Sampler()))
+        while engine.running:
+            drafter.load.begin(sequences)
+            outcomes = [outcome for _, outcome in engine.step()]
+            if len(outcomes) == sequences:
+                widths |= {part.rows for outcome in outcomes for part, _ in outcome.draft.work}
+    assert max(widths) == width
 
 
 def test_the_dearest_work_is_never_exceeded(runtime):
