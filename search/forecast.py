@@ -39,9 +39,9 @@ class SearchTask:
     without ranking. `trials`: the number of trials still to be made. `replayed`: whether trials are replayed (else
     decoded). `measured`: whether the best path is measured. `texts_fixed`: whether the study has fixed its texts;
     `costs_known`: whether it has a cost model. `quantized_base`: whether promising paths run quantised, so that drafts
-    are hardly ever wrong. `further_paths`: the number of further paths that the cost model is fitted to because
-    of quantised modes. `quantizes`: whether weights are quantised to int4 by GPTQ on the texts.
-    `rescored`: whether the finalists are replayed on other texts (else decoded).
+    are hardly ever wrong. `further_paths`: the number of further paths that the cost model is fitted to because of
+    quantised modes. `quantizes`: whether weights are quantised to int4 by GPTQ on the texts. `rescored`: whether the
+    finalists are replayed on other texts (else decoded).
     """
 
     prompts: tuple[int, ...]

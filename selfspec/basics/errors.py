@@ -22,6 +22,16 @@ class BusyError(SelfspecError):
     """Error for a second stream on a runtime whose first stream has not ended."""
 
 
+def check_registered(what: str, new: type, registered: type | None) -> None:
+    """Raise `SelfspecError` if a name is registered for another class; `registered`: the class that has the name.
+
+    `what`: the name, and what it names. A class may be registered again, as in a re-run notebook.
+    """
+    if registered is None or (registered.__module__, registered.__qualname__) == (new.__module__, new.__qualname__):
+        return
+    raise SelfspecError(f"{what}: it is {registered.__module__}.{registered.__qualname__}; expected another name")
+
+
 def one_line(value: object) -> str:
     """Return a value's text on one line."""
     return " ".join(str(value).split())

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, check_registered
 from selfspec.types.acceptance import PayoffModel
 from selfspec.types.controller import ControllerSpec
 
@@ -48,11 +48,7 @@ def register(kind: type[Controller]) -> None:
     name = getattr(kind, "name", None)
     if not isinstance(name, str):
         raise SelfspecError(f'{kind.__name__}: no name; expected the class variable name: ClassVar[str] = "..."')
-    known = CONTROLLERS.get(name, kind)
-    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise SelfspecError(
-            f"controller '{name}': it is {known.__module__}.{known.__qualname__}; expected another name"
-        )
+    check_registered(f"controller '{name}'", kind, CONTROLLERS.get(name))
     CONTROLLERS[name] = kind
 
 

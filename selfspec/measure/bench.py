@@ -298,8 +298,9 @@ class Benchmark:
         return "skip" in self.task.methods and self.task.profile.path.cheaper
 
     @property
-    def _bounds_skip(self) -> bool:
-        return self._measures_skip and self.oracle is not None and self.subjects.skip.runtime.trees
+    def _skip_oracle(self) -> Oracle | None:
+        """The oracle, if the runtime of `skip` can replay drafts, many of them in one pass."""
+        return self.oracle if self.subjects.skip.runtime.trees else None
 
     def _seconds_about_skip(self) -> float:
         """Return the seconds that `_about_skip` is expected to take."""
@@ -307,8 +308,8 @@ class Benchmark:
             return 0.0
         pace, context = self._pace, self._context()
         seconds = path_costs_seconds(pace.at(context).step, pace.prefill(context))
-        if self.oracle is not None and self._bounds_skip:
-            seconds += self.oracle.seconds(self._lengths, self.task.max_new_tokens, pace)
+        if (oracle := self._skip_oracle) is not None:
+            seconds += oracle.seconds(self._lengths, self.task.max_new_tokens, pace)
         return seconds
 
     def _context(self) -> int:
@@ -338,9 +339,9 @@ class Benchmark:
             "theory": theory(rounds, costs) * plain / costs.plain,
             "costs_of_its_rounds": expected(rounds, costs) * plain / costs.plain,
         }
-        if self.oracle is not None and self._bounds_skip:  # it replays drafts, many in one pass
+        if (oracle := self._skip_oracle) is not None:
             self.watch.stage("bounding")
-            speedup, tokens = self.oracle.bound(s.skip, t, costs, options.temperature or 0.0)
+            speedup, tokens = oracle.bound(s.skip, t, costs, options.temperature or 0.0)
             result["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
         return result
 

@@ -228,9 +228,8 @@ def path_costs_seconds(step: float, prompt: float, *, decodings: int = 3) -> flo
     effort = EFFORTS[0]
     plain = 2 * effort.rounds
     sweeps = decodings * ((effort.settling + effort.rounds) * ROUND_STEPS + plain + 2)  # 2: after the prefills
-    passes = 3 * plain + 0.5 * (
-        2 * plain + WIDE_STEPS * effort.rounds
-    )  # of the cost model; half the cost along the path
+    along = 0.5 * (2 * plain + WIDE_STEPS * effort.rounds)  # passes along the path, each taken as half a plain step
+    passes = 3 * plain + along
     return (sweeps + passes) * step + (2 * decodings + 5) * prompt
 
 

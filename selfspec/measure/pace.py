@@ -16,8 +16,8 @@ class Pace:
     """The speed of a model's passes, in seconds.
 
     `step`: a pass over one row, and `row`: each further row of a pass, with an empty KV cache. `step_per_key` and
-    `row_per_key`: what each key in the KV cache adds to the two. `masked`: the factors by
-    which `step` and `row` grow where each row has an attention mask of its own, with many keys in the KV cache.
+    `row_per_key`: what each key in the KV cache adds to the two. `masked`: the factors by which `step` and `row` grow
+    where each row has an attention mask of its own, with many keys in the KV cache.
     """
 
     step: float

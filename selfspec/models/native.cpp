@@ -39,7 +39,7 @@ constexpr int ONCE = 12;                 // such rows that a weight is read once
 
 constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
 constexpr bool FETCHES = V >= 16;        // whether weights are fetched while others are multiplied: short vectors gain nothing
-constexpr int FEWEST = 4;                // rows of a turn, where all rows take several: more than `ONCE`
+constexpr int FEWEST = 4;                // rows of a turn, at least, where more than `ONCE` rows take several turns
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));

@@ -141,8 +141,8 @@ class NativeProduct:
     bfloat16 numbers (AVX-512 BF16), for which rows are rounded to bfloat16, as those of a bfloat16 model are in torch.
     For more rows, a float32 weight has a second native kernel if the processor has AMX tiles or AVX-512; otherwise
     torch multiplies, for which a quantised weight is dequantised to bfloat16 and kept. If torch has no fast bfloat16
-    products, quantised and bfloat16 weights use `batch_invariant` for
-    any number of rows. Raises `SelfspecError` if the compiled library is not available.
+    products, quantised and bfloat16 weights use `batch_invariant` for any number of rows. Raises `SelfspecError` if the
+    compiled library is not available.
     """
 
     def __init__(self, weight: Tensor | QuantizedWeight | PackedWeight, bias: Tensor | None = None) -> None:

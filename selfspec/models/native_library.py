@@ -1,8 +1,8 @@
 """Compilation of `native.cpp` for this machine, once (seconds), and loading of the compiled library (milliseconds).
 
 The C++ compiler is `CXX` (environment variable), or else the system's compiler. `SELFSPEC_ISA` chooses an instruction
-set below this processor's. The compiler is called directly: the library takes plain pointers and reads
-no header of torch or Python, so `torch.utils.cpp_extension`, which needs ninja, would add a dependency and no feature.
+set below this processor's. The compiler is called directly: the library takes plain pointers and reads no
+header of torch or Python, so `torch.utils.cpp_extension`, which needs ninja, would add a dependency and no feature.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from selfspec.basics.checked_model import Count, Data
-from selfspec.basics.errors import SelfspecError, short
+from selfspec.basics.errors import SelfspecError, check_registered, short
 from selfspec.types.acceptance import Chance, Confidence
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath, SkipSet, as_path
@@ -303,14 +303,7 @@ def register_spec(spec: type[DraftSpec]) -> str:
     kind = field.default
     if get_args(field.annotation) != (kind,) or not isinstance(kind, str):
         raise SelfspecError(f'{spec.__name__}: no kind; expected the field kind: Literal["name"] = "name"')
-    registered = _KINDS.get(kind)
-    if registered is not None and (registered.__module__, registered.__qualname__) != (
-        spec.__module__,
-        spec.__qualname__,
-    ):
-        raise SelfspecError(
-            f"draft kind '{kind}': it is {registered.__module__}.{registered.__qualname__}; expected another name"
-        )
+    check_registered(f"draft kind '{kind}'", spec, _KINDS.get(kind))
     _KINDS[kind] = spec
     return kind
 

@@ -16,7 +16,7 @@ class Continuation(Protocol):
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Return at most `most` likely tokens after prompt and emitted `tokens`; none if the grammar is free.
 
-        Where the grammar leaves a small choice, such as of whitespace, they are a guess that verification checks.
+        Where the grammar allows a few continuations, such as of whitespace, one of them is proposed, and verified.
         """
 
 

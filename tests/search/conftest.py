@@ -1,9 +1,9 @@
-"""A quicker model, and costs that are told: searches are the same whatever the layers and the machine."""
+"""A quicker model, and fixed costs: searches are the same whatever the layers and the machine."""
 
 from __future__ import annotations
 
 import pytest
-from told import costs_are_told as costs_are_told
+from fake_costs import costs_are_fixed as costs_are_fixed
 
 import selfspec
 from selfspec.training.distill import keep_layers

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from fake_costs import Clock
 from selfspec.search.budget import SHARES, Budget, no_deadline
-from told import Clock
 
 
 @pytest.fixture

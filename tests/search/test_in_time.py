@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from fake_costs import Clock
 from selfspec.search import finalists, find_profile, prepare, study
 from selfspec.search.budget import Budget, Deadline
 from selfspec.search.callbacks import SilentSearch
@@ -14,7 +15,6 @@ from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.space import Space
 from selfspec.search.trial_tables import as_profile
 from studies import measured_as, small_study
-from told import Clock
 
 from selfspec.measure.pace import Pace
 from selfspec.measure.timing import Runs

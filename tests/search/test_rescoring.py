@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_costs import Clock
 from selfspec.search import finalists, find_profile, prepare
 from selfspec.search.budget import Budget
 from selfspec.search.callbacks import SilentSearch
@@ -14,7 +15,6 @@ from selfspec.search.ledger import Ledger
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from selfspec.search.storage import MEMORY
-from told import Clock
 
 import selfspec
 from selfspec.measure.pace import Pace
@@ -90,8 +90,8 @@ def test_every_finalist_is_named_with_its_speed_on_other_texts(search, monkeypat
     ]
 
 
-def told_scores(monkeypatch, each):
-    """A clock that passes by `each` seconds with every score, which `Told` tells."""
+def timed_scores(monkeypatch, each):
+    """A clock that advances by `each` seconds with every score, which `Told` gives."""
     monkeypatch.setattr(finalists, "ReplayObjective", Told)
     monkeypatch.setattr(Told, "clock", clock := Clock())
     monkeypatch.setattr(Told, "each", each)
@@ -130,7 +130,7 @@ def test_without_time_for_other_texts_it_stays_too(search, better, kept):
 
 
 def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_the_best(search, monkeypatch):
-    clock = told_scores(monkeypatch, 2.0)
+    clock = timed_scores(monkeypatch, 2.0)
     given = search(budget=Budget(60.0, clock=clock), pace=Pace(1e-3, 1e-4))
     start = given.space.path(given.space.start)
     monkeypatch.setattr(Told, "speeds", {**dict.fromkeys(PATHS, 1.0), start: 3.0})
@@ -141,13 +141,13 @@ def test_where_time_is_short_what_a_search_starts_from_is_scored_again_beside_th
 
 @pytest.mark.parametrize(("seconds", "best"), [(0.0, 0), (1e6, 1)])
 def test_as_many_are_scored_as_there_is_time_for(search, monkeypatch, seconds, best):
-    clock = told_scores(monkeypatch, 10.0)
+    clock = timed_scores(monkeypatch, 10.0)
     given = search(budget=Budget(seconds, clock=clock), pace=Pace(1.0, 0.1))
     assert best_rescored(given, COSTS, PROMPTS, SCORES) is SCORES[best]
 
 
 def test_time_may_end_after_some_of_them(search, monkeypatch):
-    clock = told_scores(monkeypatch, 10.0)
+    clock = timed_scores(monkeypatch, 10.0)
     budget = Budget(60.0, clock=clock)
     allowed = budget.share("choosing")
     given = search(budget=budget, pace=Pace(1e-3, 1e-4))

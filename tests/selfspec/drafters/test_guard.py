@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from amount import examples
+from fake_costs import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import plain, run, small
-from told import Clock
 from toys import RandomTree
 
 from selfspec.controllers import FixedK, StaticThreshold

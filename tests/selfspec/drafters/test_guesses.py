@@ -68,13 +68,13 @@ class Knowing:
 
 class KnowingReader:
     def __init__(self, text, chance):
-        self.text, self.chance, self.told = text, chance, 0
+        self.text, self.chance, self.num_read = text, chance, 0
 
     def append(self, token):
-        self.told += 1
+        self.num_read += 1
 
     def look_up(self, drafted, most):
-        at = self.told + len(drafted)
+        at = self.num_read + len(drafted)
         tokens = self.text[at : at + most]
         return Proposal(tokens, [self.chance] * len(tokens))
 
@@ -143,12 +143,12 @@ def test_right_guesses_leave_one_pass(runtime):
 
 
 @pytest.mark.parametrize(("sequences", "width"), [(1, 4), (2, 4), (3, 1)])
-def test_only_passes_of_small_batches_check_guesses(sequences, width):
+def test_only_passes_of_small_batches_check_lookup_tokens(sequences, width):
     """A wider pass is nearly free for one sequence, and not for many."""
     runtime = LeanRuntime(small(VOCABULARY), kernel=fake, rows=sequences)
     prompt = PROMPTS[0]
-    guesses = Knowing([*prompt, *plain(runtime, prompt, 24)], 0.2)  # too unsure to be verified instead of drafts
-    drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(4), proposer_chain=ProposerChain([guesses], (1.0,) * 4))
+    proposer = Knowing([*prompt, *plain(runtime, prompt, 24)], 0.2)  # too unlikely to be verified in place of drafts
+    drafter = LayerSkipDrafter(runtime, SkipSet(), FixedK(4), proposer_chain=ProposerChain([proposer], (1.0,) * 4))
     free = (0.0, 1.0, *[1.0 + n / 1e6 for n in range(1, 64)])
     drafter.load = BatchDraftScheduler(PassCosts(free, tuple(second / 10 for second in free)))
     widths = set()

@@ -198,7 +198,7 @@ ALONE = 0.25
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def found(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
+        patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("bench")))
         patch.setattr("selfspec.models.layout.measure_layouts", lambda model: fastest(*request.param))
         patch.setattr(bench, "measure_path_costs", lambda *_, **__: TOLD)
         patch.setattr(bench, "forward_seconds", lambda *_, **__: ALONE)
@@ -208,10 +208,10 @@ def found(request, tmp_path_factory):
         subjects = load_model_copies("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
         task = BenchTask(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
-        told = []
-        watch = BenchCallbacks(told.append, lambda *estimate: told.append(estimate), lambda: told.append("run"))
+        events = []
+        watch = BenchCallbacks(events.append, lambda *estimate: events.append(estimate), lambda: events.append("run"))
         benchmark = Benchmark(subjects, task, Oracle(lambda *_: (2.0, 3.0), lambda *_: 7.0), watch)
-        return subjects, benchmark.conditions(), benchmark.run_temperature(0.0), told
+        return subjects, benchmark.conditions(), benchmark.run_temperature(0.0), events
 
 
 def test_each_method_has_the_layout_that_serves_it(found, request):
@@ -274,7 +274,7 @@ def test_all_models_are_the_same_one(found):
 
 
 def test_a_temperature(found):
-    subjects, _, at, told = found
+    subjects, _, at, events = found
     assert list(at["methods"]) == ["plain", "skip", "hf"]
     step = (
         1.0 if subjects.skip is subjects.plain else TOLD.round + ALONE
@@ -285,8 +285,8 @@ def test_a_temperature(found):
     assert (about["v"]["1"], about["v"]["8"]) == (0.75 / step, 1.5 / step)
     assert at["methods"]["plain"]["acceptance_by_position"] == []
     assert all(m["memory_bytes"] > 0 for m in at["methods"].values())
-    assert told.count("run") == 6
-    ((_, runs, further),) = (entry for entry in told if isinstance(entry, tuple))
+    assert events.count("run") == 6
+    ((_, runs, further),) = (entry for entry in events if isinstance(entry, tuple))
     assert (runs, further) == (6, 7.0 + path_costs_seconds(ALONE, ALONE)), "of a pace at which every pass takes as long"
 
 

@@ -105,14 +105,14 @@ def test_masks_make_replays_slower_and_nothing_else():
 
 
 def test_factors_of_masks_are_those_of_passes_of_two_widths(monkeypatch):
-    """With the context of the model and the prompts, told what passes take."""
+    """With the context of the model and the prompts, and made-up times of passes."""
 
     def seconds(runtime, context, rows=1, repeats=1):
         return PACE.at(context).rows(rows)
 
-    told = replace(PACE, masked=(2.0, 3.0))
+    masked = replace(PACE, masked=(2.0, 3.0))
     monkeypatch.setattr(pace, "forward_seconds", seconds)
-    monkeypatch.setattr(pace, "masked_seconds", lambda runtime, context, rows: told.replay(context).rows(rows))
+    monkeypatch.setattr(pace, "masked_seconds", lambda runtime, context, rows: masked.replay(context).rows(rows))
     runtime = SimpleNamespace(skeleton=SimpleNamespace(context=8192), trees=True)
     timed = Pace.from_runtime(runtime, 3000, masks=True)
     assert timed.masked == (pytest.approx(2.0), pytest.approx(3.0))

@@ -1,4 +1,4 @@
-"""Costs and times that are told, not measured: measuring takes most of a short search, and is the machine's."""
+"""Fixed costs and a fake clock in place of measured ones, which take most of a short search and differ by machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def told_costs(layers: int) -> CostModel:
+def fake_costs(layers: int) -> CostModel:
     """Costs as of a small model on a CPU, in seconds."""
     each = (STEP - 1e-4) / 2 / layers
     return CostModel(
@@ -38,12 +38,12 @@ def told_costs(layers: int) -> CostModel:
 
 
 @pytest.fixture(autouse=True)
-def costs_are_told(request, monkeypatch) -> None:
-    """Searches are told what steps cost, but for tests marked `measured_costs`."""
+def costs_are_fixed(request, monkeypatch) -> None:
+    """Searches take `fake_costs` as measured, except in tests marked `measured_costs`."""
     if request.node.get_closest_marker(MEASURED) is None:
 
-        def told(runtime, *, context=128, on_decoding=lambda done, of: None, **_):
+        def measure_costs(runtime, *, context=128, on_decoding=lambda done, of: None, **_):
             on_decoding(1, 1)
-            return told_costs(runtime.layers).model_copy(update={"context": context})
+            return fake_costs(runtime.layers).model_copy(update={"context": context})
 
-        monkeypatch.setattr("selfspec.search.prepare.measure_costs", told)
+        monkeypatch.setattr("selfspec.search.prepare.measure_costs", measure_costs)
