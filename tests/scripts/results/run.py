@@ -45,8 +45,15 @@ from subjects import (
 )
 
 BUILTIN_PROFILE = "profiles/stdlib-llama-3.7m.yaml"
-OURS = {"plain": "plain", "selfspec": "skip", "drafts alone": "path", "lookup alone": "lookup", "no search": "default"}
-OURS |= {"int8 drafts alone": "int8", "int4 drafts alone": "int4"}
+METHODS = {
+    "plain": "plain",
+    "selfspec": "skip",
+    "drafts alone": "path",
+    "lookup alone": "lookup",
+    "no search": "default",
+}
+LOW_BIT = {"int8 drafts alone": "int8", "int4 drafts alone": "int4"}
+OURS = METHODS | LOW_BIT
 OF_PROFILE = ("skip", "path", "int8", "int4")  # those of `OURS` that a searched profile is needed for
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
@@ -57,7 +64,7 @@ class Comparison:
     """Methods that answer the same prompts by turns, in settings (dtype, temperature) of their own.
 
     `methods`: the method names of a dtype. `rounds`: rounds of selfspec's methods by temperature. Peers take turns with
-    plain decoding in one further round, before these; when sampling, only those that `sampling_peers` names.
+    plain decoding in one further round before these, greedily, on one prompt of each `peers_every`.
     `contexts`: numbers of tokens in the KV cache at which the costs of passes are timed, too.
     """
 
@@ -67,7 +74,7 @@ class Comparison:
     rounds: dict[float, int]
     source: str
     new: int = NEW
-    sampling_peers: Sequence[str] = ()
+    peers_every: int = 1
     model: str = MODEL
     contexts: Sequence[int] = ()
 
@@ -143,10 +150,10 @@ def planned(of: Comparison, prompts: Sequence[Question], most: int) -> Iterator[
     for dtype, methods in of.methods.items():
         ours = [name for name in methods if name in OURS]
         for temperature, rounds in of.rounds.items():
-            peers = [name for name in methods if name not in OURS and (not temperature or name in of.sampling_peers)]
+            peers = [] if temperature else [name for name in methods if name not in OURS]
             for turn in range(0 if peers else 1, 1 + min(rounds, most)):
                 names = ours if turn else ["plain", *peers]
-                for at, prompt in enumerate(prompts):
+                for at, prompt in enumerate(prompts if turn else prompts[:: of.peers_every]):
                     shift = at % len(names)
                     for name in names[shift:] + names[:shift]:
                         yield dtype, temperature, turn, prompt, name
@@ -296,19 +303,19 @@ def revision() -> str:
 
 
 SOME = ("plain", "selfspec", "drafts alone", "lookup alone")
-LONG = ("plain", "selfspec", "int8 drafts alone", "int4 drafts alone", "lookup alone")
+LONG = ("plain", "selfspec", *LOW_BIT, "lookup alone")
 COMPARISONS = (
     Comparison(
         "questions",
         questions,
         {
-            "float32": (*OURS, *PEERS),
+            "float32": (*METHODS, *PEERS),
             "bfloat16": ("plain", "selfspec", "no search", "transformers"),
             "held": ("plain", "no search"),
         },
         {0.0: 3, 0.8: 2},
         "",
-        sampling_peers=("transformers",),
+        peers_every=2,
     ),
     Comparison(
         "editing",
@@ -381,7 +388,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=40, help="questions, spread evenly over the file")
     parser.add_argument("--only", default=",".join((*(one.name for one in COMPARISONS), *SCRIPTS)))
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--rounds", type=int, default=3, help="most rounds of selfspec's methods")
+    parser.add_argument("--rounds", type=int, default=1, help="most rounds of selfspec's methods")
     parser.add_argument("--methods", help="measure these methods only, such as 'plain,no search'")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--machine", help="name in the tables; by default of the processor and its instruction set")
