@@ -5,6 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
@@ -133,8 +134,7 @@ class BatchDraftScheduler:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
 
         `chances[i]`: for each lookup token of sequence i, the chance that it is right if all before it are. `instead`:
-        lookup tokens replace a sequence's draft, so they must bring more tokens per second than the best draft length
-        is expected to bring, and more than `rate`.
+        lookup tokens replace a sequence's draft, so a sequence gets them only where the round is then worth more.
         """
         verified, trust = len(chances), self._lookup_ratio.now
         reached = [
@@ -148,15 +148,36 @@ class BatchDraftScheduler:
             worth = brings - rate * self._wider(verified, n)
             if worth > best:
                 best, taken = worth, n
-        counts, tokens = [0] * len(chances), [1.0] * len(chances)
+        counts, tokens = [0] * len(chances), [0.0] * len(chances)
         for reach, i in reached[:taken]:
             counts[i] += 1
             tokens[i] += reach
-        takes = self._usual(verified) + self._wider(verified, taken)
-        least = self._best_draft_rate() * takes / max(verified, 1) if instead else 0.0
-        lengths = [count if expected > least else 0 for count, expected in zip(counts, tokens, strict=True)]
-        self._hoped += sum(expected - 1 for count, expected in zip(lengths, tokens, strict=True) if count) / trust
-        return lengths
+        if instead:
+            kept = self._in_place_of_drafts(counts, tokens)
+            counts = [count if i in kept else 0 for i, count in enumerate(counts)]
+        self._hoped += sum(expected for count, expected in zip(counts, tokens, strict=True) if count) / trust
+        return counts
+
+    def _in_place_of_drafts(self, counts: Sequence[int], tokens: Sequence[float]) -> set[int]:
+        """Return the sequences for which `counts` lookup tokens, all others drafting, make the round worth most.
+
+        `tokens`: the expected number of each sequence's lookup tokens that are right. Sequences draft in lockstep, so
+        one that does not draft shortens a draft pass by less than its share of it: sequences are added by expected
+        tokens, and each number of them is weighed with the best common draft length of the others.
+        """
+        rows, rate = len(counts), MARGIN * self.rate
+        order = sorted((i for i in range(rows) if counts[i]), key=lambda i: -tokens[i])
+        best, most, nodes, brings = -math.inf, 0, 0, 0.0
+        for number in range(len(order) + 1):
+            drafting = rows - number
+            if number:
+                nodes, brings = nodes + counts[order[number - 1]], brings + tokens[order[number - 1]]
+            for n in range(HORIZON + 1 if drafting else 1):
+                takes = n * self._drafted(drafting) + self._wider(rows, nodes + n * drafting)
+                worth = brings + drafting * self.first * _accepted(self.later, n) - rate * takes
+                if worth > best:
+                    best, most = worth, number
+        return set(order[:most])
 
     def record_duration(self, seconds: float) -> None:
         """Record the round's duration in seconds, after `record_draft` for each of its sequences."""
@@ -188,16 +209,6 @@ class BatchDraftScheduler:
         """Return the expected seconds that verifying `more` further tokens adds to a pass."""
         beyond, tokens = self._beyond.get(self._rows, (0.0, 1.0))
         return max(self._verifying.now * self.prices.wider(verified, more) + more * beyond / tokens, 0.0)
-
-    def _best_draft_rate(self) -> float:
-        """Return the tokens per second of the best common draft length, or `rate` if that is more."""
-        rows, later = self._rows, self.later
-        best_rate, brings = self.rate, 1.0
-        for n in range(1, HORIZON + 1):
-            brings += self.first * later ** (n - 1)
-            takes = n * self._drafted(rows) + self._wider(rows, n * rows)
-            best_rate = max(best_rate, rows * brings / (self._usual(rows) + takes))
-        return best_rate
 
     def record_pass(self, tokens: int, seconds: float = 0.0) -> None:
         """Record a draft-path pass over `tokens` tokens; `seconds` includes all the work around it."""

@@ -97,7 +97,15 @@ class RateOptimal(Controller):
         self._accepted = _LearnedCurve(self._curve.accepted, self.strength, self.memory)
         self._following = _LearnedCurve(self._curve.following, self.strength, self.memory)
         self._time, self._tokens = STEPS_KNOWN, STEPS_KNOWN * self.rate
-        self._prices = _prices(self.payoff, self.k_max)
+        self._here, self._prices = self.payoff, _prices(self.payoff, self.k_max)
+        self._prices_at = {self.payoff.context: self._prices}
+
+    def set_context(self, keys: int) -> None:
+        """Use the payoff model's costs with so many keys in the KV cache."""
+        self._here = self.payoff.at(keys)
+        if self._here.context not in self._prices_at:
+            self._prices_at[self._here.context] = _prices(self._here, self.k_max)
+        self._prices = self._prices_at[self._here.context]
 
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether some number of further tokens is expected to be worth its time."""
@@ -138,7 +146,7 @@ class RateOptimal(Controller):
                 further.append((before * chance, i))
             before *= interpolate(self._accepted.values, place)
         further.sort(key=lambda candidate: -candidate[0])
-        rows, rounds = 1 + len(confidences), self.payoff.rounds
+        rows, rounds = 1 + len(confidences), self._here.rounds
         best, taken, value = 0.0, 0, 0.0
         for number, (chance, _) in enumerate(further[: max(MOST_ROWS - rows, 0)], start=1):
             value += chance
@@ -156,7 +164,7 @@ class RateOptimal(Controller):
         for n, chance in enumerate(chances, start=1):
             reach *= chance
             tokens += reach
-            worth = tokens - self.rate * self.payoff.rounds[1 + n]
+            worth = tokens - self.rate * self._here.rounds[1 + n]
             if worth > best:
                 best, taken = worth, n
         return taken
@@ -183,7 +191,7 @@ class RateOptimal(Controller):
                 self._following.record(before, i < accepted)
             before = place
         rows = 1 + (drafted if candidates is None else candidates)
-        took = drafted * self.payoff.draft + self.payoff.rounds[rows]
+        took = drafted * self._here.draft + self._here.rounds[rows]
         self._time = self.memory * self._time + took
         self._tokens = self.memory * self._tokens + accepted + other + 1
         self.rate = max(1.0, self._tokens / self._time)

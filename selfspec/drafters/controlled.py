@@ -82,8 +82,10 @@ class ControlledDrafter:
         self.controller_of(seq).observe(draft.confidence, accepted, candidates=len(draft), other=other)
 
     def controller_of(self, seq: SequenceState) -> Controller:
-        """Return the controller of a sequence's drafts."""
-        return self._own.get(seq, self.controller)
+        """Return the controller of a sequence's drafts, with the costs at the sequence's length."""
+        controller = self._own.get(seq, self.controller)
+        controller.set_context(len(seq.tokens))
+        return controller
 
     def first_chance(self, seq: SequenceState, shared: float) -> float:
         """Return the chance that the first token of the sequence's next draft is accepted; `shared`: in all drafts."""

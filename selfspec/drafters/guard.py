@@ -222,7 +222,7 @@ class Guard(DelegatingDrafter):
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
         share = 1 / max(1, len(timed.intersection(seqs)))
         allowed = [
-            self._by_clock(seconds, limit, share) if self._timed(seq) else self._by_payoff(self._accounts[seq], limit)
+            self._by_clock(seconds, limit, share) if self._timed(seq) else self._by_payoff(seq, limit)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
@@ -255,9 +255,9 @@ class Guard(DelegatingDrafter):
             if asked.depth and not limit.depth:
                 self.round_times.deny(seconds)
         plans = [planned.plan for planned in self._planned]
-        lost = sum(self._steps_lost(steps_of(plan.length), plan.nodes, 1) for plan in plans)
         for seq in set(seqs) - timed:
-            limit = self._by_payoff(_Account(self._accounts[seq].slack - lost), limit)
+            lost = sum(self._steps_lost(seq, steps_of(plan.length), plan.nodes, 1) for plan in plans)
+            limit = self._by_payoff(seq, limit, lost=lost)
         plan = self.drafter.plan_round(seqs, limit, ahead=ahead)
         if plan is not None:
             count = len(seqs)
@@ -273,11 +273,12 @@ class Guard(DelegatingDrafter):
             return 0.0
         return times.draft(planned.work) + times.seconds_besides_drafting(planned.plan.nodes) - (1 + SHARE) * times.step
 
-    def _steps_lost(self, work: Work | None, drafted: int, tokens: int) -> float:
+    def _steps_lost(self, seq: SequenceState, work: Work | None, drafted: int, tokens: int) -> float:
         """Return the plain steps that a round with this draft loses by the payoff model, if it emits `tokens`."""
         if self.payoff is None:
             return 0.0
-        return self.payoff.cost(work or NO_WORK) + self.payoff.rounds[1 + drafted] - (1 + SHARE) * tokens
+        payoff = self.payoff.at(len(seq.tokens))
+        return payoff.cost(work or NO_WORK) + payoff.rounds[1 + drafted] - (1 + SHARE) * tokens
 
     def bound_together(self, together: bool) -> None:
         """Set whether the bound holds for the batch as a whole, by the clock alone, or for each sequence.
@@ -330,11 +331,11 @@ class Guard(DelegatingDrafter):
                 break
         return best
 
-    def _by_payoff(self, account: _Account, limit: Limit) -> Limit:
-        payoff = self.payoff
-        if payoff is None:
+    def _by_payoff(self, seq: SequenceState, limit: Limit, *, lost: float = 0.0) -> Limit:
+        """Return the deepest draft that the bound allows by the payoff model; `lost`: plain steps lost beforehand."""
+        if self.payoff is None:
             return limit
-        left = account.slack + 1 + SHARE + START
+        payoff, left = self.payoff.at(len(seq.tokens)), self._accounts[seq].slack - lost + 1 + SHARE + START
 
         def fits(depth: int, nodes: int) -> bool:
             return payoff.cost(self.drafter.max_work(Limit(depth, nodes))) + payoff.rounds[1 + nodes] <= left
@@ -348,7 +349,7 @@ class Guard(DelegatingDrafter):
         planned = self._planned[0] if self._planned and seq in self._planned[0].left else None
         if not self._timed(seq):
             drafted = len(draft) if planned is None else planned.plan.nodes
-            account.slack -= self._steps_lost(draft.work, drafted, tokens)
+            account.slack -= self._steps_lost(seq, draft.work, drafted, tokens)
         elif planned is not None:
             if planned.took is None:
                 now = self._clock()

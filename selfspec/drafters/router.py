@@ -37,10 +37,10 @@ class Route:
         """Estimated tokens in the time of a plain step, from the prior and the observed rounds."""
         return (KNOWN * HOPE * self.expected + self._tokens) / (KNOWN + self._time)
 
-    def see(self, outcome: Outcome) -> None:
-        """Add a round's cost and tokens to the observations."""
-        draft = outcome.draft
-        self._time += self.payoff.cost(draft.work) + self.payoff.rounds[1 + len(draft)]
+    def see(self, outcome: Outcome, keys: int) -> None:
+        """Add a round's cost, with so many keys in the KV cache, and its tokens to the observations."""
+        draft, payoff = outcome.draft, self.payoff.at(keys)
+        self._time += payoff.cost(draft.work) + payoff.rounds[1 + len(draft)]
         self._tokens += len(outcome.tokens)
 
     def fade(self) -> None:
@@ -102,7 +102,7 @@ class Router:
         """Report the round to the sequence's drafter, and update the route's rate."""
         route = self._taken[seq]
         if not seq.sampler.seeded and seq.continuation is None:  # what a guide forces is not the route's
-            route.see(outcome)
+            route.see(outcome, len(seq.tokens))
         route.drafter.observe(seq, outcome)
 
     def end(self, seq: SequenceState) -> None:

@@ -129,6 +129,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
             return payoff if profile.costs else None
         write_cached(file, known)
     rounds = tuple(_interpolate(known["round"], rows) for rows in range(len(payoff.rounds)))
+    payoff = replace(payoff, context=min(KEYS, runtime.skeleton.context // 4))
     if not path.cheaper:
         return replace(payoff, rounds=rounds)
     draft_cost, wider = known["draft"][1], payoff.wider or (payoff.draft,)

@@ -44,6 +44,7 @@ DISTURBED_FACTOR = 4  # how many times longer to measure if other processes dist
 DOUBTFUL = 0.1  # relative error on paths left out of the fit above which the measurement goes on for longer
 FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of (attention, MLP) sub-layers that the first paths skip
 UNIFORM = 4  # weight in the fit of a path whose attention sub-layers have one quantised mode, and so the MLPs
+ROWS = 8  # tokens of the verification pass whose cost for each key in the KV cache is measured
 OTHERS = 0.3  # probability that a sub-layer of a random path draws its mode separately
 
 
@@ -229,7 +230,8 @@ def path_costs_seconds(step: float, prompt: float, *, decodings: int = 3) -> flo
     plain = 2 * effort.rounds
     sweeps = decodings * ((effort.settling + effort.rounds) * ROUND_STEPS + plain + 2)  # 2: after the prefills
     along = 0.5 * (2 * plain + WIDE_STEPS * effort.rounds)  # passes along the path, each taken as half a plain step
-    passes = 3 * plain + along
+    wide = 1.4 * plain  # half as many passes over `ROWS` tokens, at two contexts
+    passes = 3 * plain + along + wide
     return (sweeps + passes) * step + (2 * decodings + 5) * prompt
 
 
@@ -266,13 +268,15 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
         for k in lengths
     ]
     verify = [float(x) for x in isotonic_regression([single_row, *wider_rows]).x]  # monotone in the width
+    full = _per_key(runtime, context, FULL, repeats)
     return CostModel(
         context=context,
         base=fit.base,
         attention=prices["full"].attention,
         mlp=prices["full"].mlp,
-        attention_per_key=_per_key(runtime, context, FULL, repeats),
+        attention_per_key=full,
         low_per_key=_per_key(runtime, context, path, repeats) if path.low_precision else None,
+        row_per_key=max(_per_key(runtime, context, FULL, repeats // 2, rows=ROWS) - full, 0.0) / (ROWS - 1),
         widths=[1, *(k + 1 for k in lengths)],
         verify=verify,
         round=overhead,
@@ -406,11 +410,14 @@ def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
     return lower_quartile(times[repeats // 4 :])
 
 
-def _per_key(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> float:
-    """Return the seconds by which one more key in the KV cache slows down one attention sub-layer along a path."""
-    far = min(context + 1024, runtime.skeleton.context - 1)
+def _per_key(runtime: Runtime, context: int, path: DraftPath, repeats: int, *, rows: int = 1) -> float:
+    """Return the seconds by which one more key in the KV cache slows down one attention sub-layer along a path.
+
+    `rows`: the number of tokens in the pass.
+    """
+    far = min(context + 1024, runtime.skeleton.context - rows)
     if far <= context:
         return 0.0
-    near, beyond = (forward_seconds(runtime, keys, repeats=repeats, path=path) for keys in (context, far))
+    near, beyond = (forward_seconds(runtime, keys, rows=rows, repeats=repeats, path=path) for keys in (context, far))
     attentions = sum(mode != "skip" for mode in path.modes(runtime.layers)[: runtime.layers])
     return max(beyond - near, 0.0) / (far - context) / max(attentions, 1)

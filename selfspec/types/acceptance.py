@@ -1,7 +1,5 @@
 """The confidence of drafted tokens, and their acceptance rates by confidence: plain data, for profiles and controllers.
 
-`selfspec.search` fits it to a trace. Does not import torch.
-
 `selfspec.search` fits them to a trace. Does not import torch.
 """
 
@@ -10,8 +8,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Self
+from dataclasses import dataclass, field, replace
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -113,6 +111,22 @@ def interpolate(values: Sequence[float], place: tuple[int, float]) -> float:
     return values[i] + share * (values[i + 1] - values[i])
 
 
+class KeyCosts(NamedTuple):
+    """What each further key in the KV cache adds to a pass, in plain decode steps at the costs' own context.
+
+    `plain`: to a plain decode step; `row`: to a verification pass, for each row after the first; `draft`: to a draft
+    step.
+    """
+
+    plain: float = 0.0
+    row: float = 0.0
+    draft: float = 0.0
+
+
+NO_KEY_COSTS = KeyCosts()
+CONTEXT_STEP = 256  # keys; costs are computed for contexts that differ by multiples of it
+
+
 @dataclass(frozen=True, slots=True)
 class PayoffModel:
     """The costs and gains of drafting, for a rate-optimal controller; times are in plain decode steps.
@@ -120,6 +134,8 @@ class PayoffModel:
     `draft`: the time of one drafted token. `rounds[w]`: the time of a round that verifies w rows, drafting excluded
     (`rounds[0]` is never read). `curve`: the acceptance rates. `wider`: the times of a draft step over 1, 2, .. tokens;
     empty if every draft step is over one token. `head`: the time of a step of a draft head below a draft path.
+
+    All are times with `context` keys in the KV cache; `per_key` gives those with more, by `at`.
     """
 
     draft: float = 0.5
@@ -127,6 +143,9 @@ class PayoffModel:
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     wider: tuple[float, ...] = ()
     head: float = 0.0
+    context: int = 0
+    per_key: KeyCosts = NO_KEY_COSTS
+    _longer: dict[int, PayoffModel] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @classmethod
     def from_costs(
@@ -146,7 +165,50 @@ class PayoffModel:
         """
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
         draft = costs.draft(path, layers, vocabulary=vocabulary) / costs.plain
-        return cls((1 - spared) * draft, tuple(rounds), curve, costs.passes(draft))
+        longer = costs.draft(path, layers, keys=costs.context + 1, vocabulary=vocabulary) / costs.plain
+        per_layer = layers / costs.plain
+        return cls(
+            (1 - spared) * draft,
+            tuple(rounds),
+            curve,
+            costs.passes(draft),
+            context=costs.context,
+            per_key=KeyCosts(
+                per_layer * costs.attention_per_key, per_layer * costs.row_per_key, max(longer - draft, 0.0)
+            ),
+        )
+
+    def at(self, keys: int) -> PayoffModel:
+        """Return the payoff model with `keys` keys in the KV cache, in plain decode steps over as many.
+
+        The costs are those at the nearest multiple of `CONTEXT_STEP` beyond `context`. Of fewer keys than `context`
+        nothing is known: the model itself is returned, as it is if `per_key` is all 0.
+        """
+        further = CONTEXT_STEP * round((keys - self.context) / CONTEXT_STEP)
+        if further <= 0 or not any(self.per_key):
+            return self
+        if further not in self._longer:
+            self._longer[further] = self._with(further)
+        return self._longer[further]
+
+    def _with(self, further: int) -> PayoffModel:
+        """Return the payoff model with `further` more keys in the KV cache."""
+        plain = 1 + further * self.per_key.plain
+        rounds = (
+            (seconds + further * (self.per_key.plain + max(rows - 1, 0) * self.per_key.row)) / plain
+            for rows, seconds in enumerate(self.rounds)
+        )
+        more = further * self.per_key.draft
+        spared = self.draft / self.wider[0] if self.wider and self.wider[0] else 1.0
+        return replace(
+            self,
+            draft=(self.draft + spared * more) / plain,
+            rounds=tuple(rounds),
+            wider=tuple((step + more) / plain for step in self.wider),
+            head=self.head / plain,
+            context=self.context + further,
+            per_key=KeyCosts(self.per_key.plain / plain, self.per_key.row / plain, self.per_key.draft / plain),
+        )
 
     def cost(self, work: Work) -> float:
         """Return the cost of draft work in plain decode steps; a call of unknown cost counts as one step."""

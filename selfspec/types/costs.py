@@ -36,7 +36,8 @@ class CostModel(Data):
     A draft step takes `base`, plus `attention` and `mlp` for each such sub-layer that runs. Each attention sub-layer
     takes `attention_per_key` more for every cached key beyond `context`, or less for fewer keys; along a quantised
     path, which reads int8 copies of keys and values, `low_per_key` (None: as much). A verification pass of `widths[i]`
-    rows takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Every round takes
+    rows takes `verify[i]`; for more than one row that includes the fixed cost of starting a draft. Each row after the
+    first takes `row_per_key` more in each attention sub-layer for every cached key beyond `context`. Every round takes
     `round` on top. `prefill` is per prompt token. `head` is the part of `base` that the language-model head over the
     whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to a draft step over one
     token. `low`: the costs of quantised sub-layers and head, by mode; a missing mode is assumed to cost as much as full
@@ -50,6 +51,7 @@ class CostModel(Data):
     mlp: Seconds
     attention_per_key: Seconds = 0.0
     low_per_key: Seconds | None = None
+    row_per_key: Seconds = 0.0
     widths: Annotated[list[Positive], Field(min_length=1)]
     verify: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
     round: Seconds

@@ -106,15 +106,31 @@ def test_free_guesses_are_verified_while_they_bring_more_than_their_rows_take():
     assert load.lookup_lengths([[], []]) == [0, 0]
 
 
-def test_guesses_in_place_of_drafts_must_bring_what_rounds_bring():
+def test_lookup_tokens_take_the_place_of_drafts_where_the_round_is_then_worth_more():
     load = begun(FLAT, 2)
     assert load.lookup_lengths([[0.6], [0.9, 0.9, 0.9]], instead=True) == [1, 3]
     for _ in range(300):
+        going(load, [0.9, 0.9], 0.95, verified=2, most=4)
         for _ in range(2):
             load.record_draft(4, 3, 4, nodes=4)
         load.record_pass(2)
         load.begin(2)
-    assert load.lookup_lengths([[0.6], [0.99] * 5], instead=True) == [0, 5]
+    assert load.lookup_lengths([[0.6], []], instead=True) == [0, 0]
+    assert load.lookup_lengths([[], [0.99] * 5], instead=True) == [0, 5]
+
+
+def test_a_sequence_that_does_not_draft_saves_no_draft_pass_of_the_others():
+    """Its lookup tokens must bring what its draft would, as long as the others draft."""
+    load = begun(FLAT, 8)
+    for _ in range(100):
+        going(load, [0.95] * 8, 0.95, verified=8, most=4)
+        for _ in range(8):
+            load.record_draft(4, 4, 5, nodes=4)
+        load.record_pass(8)
+        load.begin(8)
+    chances = [[0.8, 0.8, 0.8]] + [[]] * 7
+    assert load.lookup_lengths(chances, instead=True) == [0] * 8
+    assert load.lookup_lengths([[0.8, 0.8, 0.8]] * 8, instead=True) == [3] * 8
 
 
 def rounds(load, rows, number, *, plain=1.0, spent=0.2, verifying=0.0, nodes=2):

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK, RateOptimal
-from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff, interpolate
+from selfspec.types.acceptance import AcceptanceCurve, KeyCosts, PayoffModel, estimate_payoff, interpolate
 from selfspec.types.draft_path import SkipSet
 from selfspec.types.methods import MOST_ROWS
 
@@ -98,6 +98,22 @@ def test_the_rate_follows_what_rounds_bring():
     assert controller.rate == pytest.approx(2 / (0.4 + STEPS[4]))
     controller.observe([0.5, 0.5], 1, candidates=3, other=True)
     assert controller.rate == pytest.approx(3 / (0.4 + STEPS[4]))
+
+
+def test_where_rows_cost_more_with_the_context_drafts_are_shorter():
+    payoff = PayoffModel(0.1, curve=flat(0.9, 0.3), context=100, per_key=KeyCosts(plain=0.0005, row=0.0005))
+    controller = RateOptimal(rate=2.0, k_max=30, payoff=payoff)
+
+    def drafted(keys):
+        controller.set_context(keys)
+        return length(controller), controller.candidates([0.95, 0.5], 3), controller.lookup_length([0.8] * 9)
+
+    short, candidates, lookup = drafted(100)
+    longer, fewer, none = drafted(4000)
+    assert 1 <= longer < short
+    assert sum(fewer) < sum(candidates)
+    assert none < lookup
+    assert drafted(150) == (short, candidates, lookup)
 
 
 def test_between_knots_it_is_a_line():

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
+from selfspec.types.acceptance import CONTEXT_STEP, AcceptanceCurve, PayoffModel
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import DRAFT_STEP, NO_WORK, DraftCall, steps_of
@@ -40,6 +41,23 @@ def test_quantised_drafts_read_int8_copies_of_keys_and_values():
     cheaper = COSTS.model_copy(update={"low_per_key": 0.00025})
     assert cheaper.draft(low, 4, keys=300) == pytest.approx(4 + 4 * 0.05)
     assert cheaper.draft(SkipSet(), 4, keys=300) == pytest.approx(4 + 4 * 0.2)
+
+
+def test_payoffs_at_longer_contexts_are_those_of_the_costs_there():
+    costs = COSTS.model_copy(update={"row_per_key": 0.002})
+    payoff = PayoffModel.from_costs(costs, SkipSet((0, 1), ()), 4, AcceptanceCurve(), spared=0.25)
+    keys = costs.context + 2 * CONTEXT_STEP
+    longer, plain = payoff.at(keys), 12 + 2 * CONTEXT_STEP * 4 * 0.001
+    assert longer.rounds[1] == pytest.approx(1)
+    assert longer.rounds[4] == pytest.approx((22 + 2 * CONTEXT_STEP * 4 * (0.001 + 3 * 0.002)) / plain)
+    assert longer.draft == pytest.approx(0.75 * costs.draft(SkipSet((0, 1), ()), 4, keys=keys) / plain)
+    assert longer.wider[0] == pytest.approx(longer.draft / 0.75)
+    assert longer.context == keys
+    assert longer.at(keys + CONTEXT_STEP).rounds == pytest.approx(payoff.at(keys + CONTEXT_STEP).rounds)
+    assert payoff.at(keys + 100) is longer
+    assert payoff.at(costs.context + 100) is payoff
+    assert payoff.at(1) is payoff
+    assert PayoffModel().at(8000) == PayoffModel()
 
 
 def test_widths_between_and_beyond_the_measured_ones():
