@@ -21,9 +21,9 @@ from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_work import DRAFT_PATH, Work, passes_of, with_head_steps
 from selfspec.types.methods import WIDEST_DRAFT
 
-# Most sequences of a batch whose draft passes check lookup tokens. Of one sequence, further tokens of a pass are nearly
-# free; of 8, a pass over 30 tokens takes 2.3 times as long as one over 8.
-CHECKED = 2
+# Most sequences of a batch whose draft passes check lookup tokens, and whose drafts have further candidates. Of one
+# sequence, further tokens of a pass are nearly free; of 8, a pass over 30 tokens takes 2.3 times as long as one over 8.
+FEW = 2
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class ChainDrafter(ControlledDrafter):
         self.confidence = confidence
         self.candidates = candidates
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification pass
-        self._checks_lookup = True
+        self._few = True  # whether at most `FEW` sequences decode together
 
     @abstractmethod
     def max_work(self, limit: Limit) -> Work:
@@ -110,7 +110,7 @@ class ChainDrafter(ControlledDrafter):
         """Return a draft for each sequence, with the further candidates that the controller asks for."""
         token_limits = [min(limit.depth, limit.nodes) for limit in limits]
         load = self.load if len(seqs) > 1 else None
-        self._checks_lookup = load is None or len(seqs) <= CHECKED
+        self._few = load is None or len(seqs) <= FEW
         chains = (
             [self._start_chain(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
             if load is None
@@ -127,8 +127,8 @@ class ChainDrafter(ControlledDrafter):
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
     def _most_checked(self, chain: Chain) -> int:
-        """Return the most lookup tokens that the draft's next pass checks; 0 in batches of more than `CHECKED`."""
-        return chain.remaining - len(chain.tokens) - 1 if self._checks_lookup else 0
+        """Return the most lookup tokens that the draft's next pass checks; 0 in batches of more than `FEW`."""
+        return chain.remaining - len(chain.tokens) - 1 if self._few else 0
 
     def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
         """Return a draft without tokens; it stays empty if the controller has lookup tokens verified instead."""
@@ -197,7 +197,8 @@ class ChainDrafter(ControlledDrafter):
         q = None if sampler.greedy else torch.stack(rows)
         work = with_head_steps(passes_of(chain.passes), chain.steps)
         draft = Draft.chain(tokens, q=q, confidence=chain.loop.confidences, work=work, sources=chain.sources)
-        counts = chain.loop.candidates(self.candidates, nodes=nodes) if self.candidates > 1 else ()
+        most = self.candidates if self._few else 1
+        counts = chain.loop.candidates(most, nodes=nodes) if most > 1 else ()
         if all(count == 1 for count in counts):
             return draft
         if sampler.greedy:

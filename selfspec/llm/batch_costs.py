@@ -23,6 +23,7 @@ from selfspec.types.costs import PassCosts
 
 KEYS = 8  # prompt length in tokens
 PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-up round
+SWEEPS, SECONDS = 3, 2.0  # most sweeps over all numbers of sequences, and the seconds after which none starts
 
 
 class _Timed(DelegatingDrafter):
@@ -69,13 +70,17 @@ def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassC
     plan: tuple[int, ...] = PLAN if drafter is not None else (0, 0, 0)
     if KEYS + len(plan) + 2 * sum(plan) + 2 > runtime.skeleton.context:
         plan = (0,)
-    for count in counts:
-        with _by_length(drafter):
-            for done in _rounds(runtime, drafter, count, plan, draw):
-                verify[done.verified].append(done.rest)
-                if done.passes:
-                    draft[count].append(done.drafting / done.passes)
-    # Disturbances only lengthen a measurement, so the minimum is the best estimate.
+    begun = clock()
+    for sweep in range(SWEEPS):
+        if sweep and clock() - begun > SECONDS / SWEEPS:
+            break
+        for count in counts:
+            with _by_length(drafter):
+                for done in _rounds(runtime, drafter, count, plan, draw):
+                    verify[done.verified].append(done.rest)
+                    if done.passes:
+                        draft[count].append(done.drafting / done.passes)
+    # Disturbances only lengthen a measurement, so the minimum is the best estimate; they may last as long as a sweep.
     full = {tokens: min(seconds) for tokens, seconds in verify.items()}
     paths = {tokens: min(seconds) for tokens, seconds in draft.items()}
     return PassCosts.from_measurements(full, paths or full, most=max(full))

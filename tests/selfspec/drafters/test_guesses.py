@@ -163,6 +163,24 @@ def test_only_passes_of_small_batches_check_lookup_tokens(sequences, width):
     assert max(widths) == width
 
 
+@pytest.mark.parametrize(("sequences", "candidates"), [(2, 3), (3, 1)])
+def test_only_drafts_of_small_batches_have_further_candidates(sequences, candidates):
+    runtime = LeanRuntime(small(VOCABULARY), kernel=fake, rows=sequences)
+    drafter = LayerSkipDrafter(runtime, PATH, FixedK(2), candidates=3)
+    free = (0.0, *[1.0] * 64)
+    drafter.load = BatchDraftScheduler(PassCosts(free, tuple(second / 10 for second in free)))
+    widths = set()
+    with Engine(runtime, drafter) as engine:
+        for prompt in PROMPTS[:sequences]:
+            engine.join(SequenceState(list(prompt), 8, Sampler()))
+        while engine.running:
+            drafter.load.begin(sequences)
+            outcomes = [outcome for _, outcome in engine.step()]
+            if len(outcomes) == sequences and all(o.draft.depth for o in outcomes):
+                widths |= {len(o.draft) / o.draft.depth for o in outcomes}
+    assert max(widths) == candidates
+
+
 def test_the_dearest_work_is_never_exceeded(runtime):
     drafter = LayerSkipDrafter(runtime, PATH, FixedK(6), proposer_chain=ProposerChain([Random()], (1.0, 1.1, 1.2)))
     for depth in range(1, 7):
