@@ -44,6 +44,7 @@ DISTURBED_FACTOR = 4  # how many times longer to measure if other processes dist
 DOUBTFUL = 0.1  # relative error on paths left out of the fit above which the measurement goes on for longer
 FIRST = ((0.2, 0.7), (0.75, 0.2), (0.5, 0.75))  # shares of (attention, MLP) sub-layers that the first paths skip
 UNIFORM = 4  # weight in the fit of a path whose attention sub-layers have one quantised mode, and so the MLPs
+FURTHER = 4096  # keys by which the two contexts differ at which the cost of a key is measured
 ROWS = 8  # tokens of the verification pass whose cost for each key in the KV cache is measured
 OTHERS = 0.3  # probability that a sub-layer of a random path draws its mode separately
 
@@ -230,8 +231,8 @@ def path_costs_seconds(step: float, prompt: float, *, decodings: int = 3) -> flo
     plain = 2 * effort.rounds
     sweeps = decodings * ((effort.settling + effort.rounds) * ROUND_STEPS + plain + 2)  # 2: after the prefills
     along = 0.5 * (2 * plain + WIDE_STEPS * effort.rounds)  # passes along the path, each taken as half a plain step
-    wide = 1.4 * plain  # half as many passes over `ROWS` tokens, at two contexts
-    passes = 3 * plain + along + wide
+    wide = 1.8 * plain  # half as many passes over `ROWS` tokens, at two contexts
+    passes = 3.5 * plain + along + wide  # longer at the further context
     return (sweeps + passes) * step + (2 * decodings + 5) * prompt
 
 
@@ -415,9 +416,13 @@ def _per_key(runtime: Runtime, context: int, path: DraftPath, repeats: int, *, r
 
     `rows`: the number of tokens in the pass.
     """
-    far = min(context + 1024, runtime.skeleton.context - rows)
+    far = min(context + FURTHER, runtime.skeleton.context - rows)
     if far <= context:
         return 0.0
-    near, beyond = (forward_seconds(runtime, keys, rows=rows, repeats=repeats, path=path) for keys in (context, far))
+    times = [
+        [forward_seconds(runtime, keys, rows=rows, repeats=repeats // 3, path=path) for keys in (context, far)]
+        for _ in range(3)
+    ]
+    near, beyond = (min(seconds) for seconds in zip(*times, strict=True))  # disturbances only lengthen
     attentions = sum(mode != "skip" for mode in path.modes(runtime.layers)[: runtime.layers])
     return max(beyond - near, 0.0) / (far - context) / max(attentions, 1)

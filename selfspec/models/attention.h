@@ -244,15 +244,15 @@ static void mixed_of_all(const Query *query, int64_t n, const T *values, const f
         }
 }
 
-// Where a thread lays what more than `QUERIES` queries read: a tile's keys or values, widened.
-static float *near_tile(int64_t n, int64_t d) {
+// Where a thread lays what more than `QUERIES` queries read, of int8 copies thrice as many: a tile's keys or values, widened.
+template <typename T> static float *near_tile(int64_t n, int64_t d) {
     static thread_local Kept kept;
-    return n > QUERIES ? (float *)kept.of(SLOTS * d * 4) : nullptr;
+    return n > (sizeof(T) == 1 ? 3 * QUERIES : QUERIES) ? (float *)kept.of(SLOTS * d * 4) : nullptr;
 }
 
 // Scores of n queries over slots `from` to `to` of one key head.
 template <typename T> static void scored(const Query *query, int64_t n, const Head<T> &head, int64_t d, int64_t from, int64_t to) {
-    float *const near = near_tile(n, d);
+    float *const near = near_tile<T>(n, d);
     for (Tile tile(from, to, head.stride); tile.next();) {
         const int64_t block = head.blocks[tile.first / head.stride] * head.each, slot = tile.first % head.stride;
         const T *keys = head.keys + block + slot;
@@ -271,11 +271,13 @@ template <typename T> static void scored(const Query *query, int64_t n, const He
             scores_of_all<Pair>(query, n, (const Pair *)near, scales, tile, SLOTS, d);
             continue;
         }
-        for (int64_t k = 0; k < d; k++)
+        for (int64_t k = 0; k < d; k++) {
+            if constexpr (sizeof(T) == 1) __builtin_prefetch(keys + (d + k) * head.stride, 0, 2);  // of the next block
             for (int64_t s = 0; s < tile.end - tile.first; s += V) {
                 *(floats *)(near + k * SLOTS + s) = at(keys + k * head.stride + s);
-                __builtin_prefetch(keys + k * head.stride + SLOTS + s, 0, 2);  // of the next tile, most often
+                if constexpr (sizeof(T) > 1) __builtin_prefetch(keys + k * head.stride + SLOTS + s, 0, 2);  // of the next tile, most often
             }
+        }
         scores_of_all<float>(query, n, near, scales, tile, SLOTS, d);
     }
 }
@@ -326,7 +328,7 @@ static void mixed_masked(const Query &query, const Head<uint16_t> &head, int64_t
 // Numbers k to `end` of n queries' outputs. Slots beyond the span, spare ones too, are not read.
 template <typename T> static void mixed_up(const Query *query, int64_t n, const Head<T> &head, int64_t d, const Span &span, int64_t k, int64_t end) {
     constexpr bool SCALED = sizeof(T) == 1;
-    float *const near = sizeof(T) < 4 ? near_tile(n, d) : nullptr;
+    float *const near = sizeof(T) < 4 ? near_tile<T>(n, d) : nullptr;
     float sums[SHARED_QUERIES] = {};
     for (int64_t j = 0; j < n; j++)
         for (int64_t i = k; i < end; i += V) *(floats *)(query[j].out + i) = floats{};
@@ -347,8 +349,10 @@ template <typename T> static void mixed_up(const Query *query, int64_t n, const 
             mixed_of_all<Pair, false>(query, n, (const Pair *)near, scales, tile, end - k, k, end, sums);
             continue;
         }
-        for (int64_t s = 0; s < tile.end - tile.first; s++)
+        for (int64_t s = 0; s < tile.end - tile.first; s++) {
             for (int64_t i = 0; i < end - k; i += V) *(floats *)(near + s * (end - k) + i) = at(values + s * d + i);
+            __builtin_prefetch(values + (s + ROUNDED_SLOTS) * d);
+        }
         mixed_of_all<float, SCALED>(query, n, near, scales, tile, end - k, k, end, sums);
     }
 #if defined(PAIRS)
