@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +19,7 @@ def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"results_{name}", ROOT / f"tests/scripts/results/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
 
@@ -41,6 +43,60 @@ def test_a_file_says_where_its_figures_are_from_and_holds_no_texts(file):
         assert found[name], name
     assert all(len(digest) == 12 for digest in found.get("prompts", {}).values())
     assert "Explain" not in file.read_text(encoding="utf-8")
+
+
+def test_every_table_names_its_command_and_links_to_its_file(tables):
+    page = tables.PAGE.read_text(encoding="utf-8")
+    for file in FILES:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert f"({file.relative_to(tables.PAGE.parent)}); `{found['command']}`" in page
+
+
+@pytest.fixture
+def run(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tests/scripts/results"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return script("run")
+
+
+def test_the_command_of_a_file_has_its_arguments_without_folders(run, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_ISA", "avx2")
+    words = "--prompts /a/questions.jsonl --only questions,code --machine m --threads 2 --llama-python /b/bin/python"
+    given = run.arguments().parse_args([*words.split(), "--source", "40 of Spec-Bench", "--minutes", "5"])
+    assert run.command(given, "questions") == (
+        "SELFSPEC_ISA=avx2 python tests/scripts/results/run.py --prompts questions.jsonl --source '40 of Spec-Bench'"
+        " --limit 40 --only questions --rounds 1 --threads 2 --machine m --llama-python PYTHON"
+    )
+    shown = run.command(given, "questions").split(" ", 3)[3]
+    again = run.arguments().parse_args(shlex.split(shown))
+    assert run.command(again, "questions").endswith(shown)
+
+
+def test_what_is_slower_than_plain_decoding_is_listed(tables, run, tmp_path, monkeypatch):
+    def of(whole, **tasks):
+        return {"ratio_of_means": whole, "by_task": tasks, "after_first_by_task": {"256": 0.9, "1024": 1.2}}
+
+    about = {"machine": "m", "commit": "abc", "date": "2026-01-01"}
+    names = ("plain", "transformers", "selfspec", "no search")
+    files = {
+        "code": {"float32": {"0.8": dict(zip(names, (of(1, code=1), *[of(0.7, code=0.7)] * 2, of(1.1)), strict=True))}},
+        "documents": {"bfloat16": {"0": {"drafts alone": of(1.1, **{"256": 0.99})}}},
+        "questions": {"float32": {"0": {"no search": of(1.2, mt=0.98, qa=0.997), "lookup alone": of(1.2, mt=1.1)}}},
+    }
+    for name, results in files.items():
+        (tmp_path / f"{name}.m.json").write_text(json.dumps({**about, "comparison": name, "results": results}))
+    rows = [{"size": size, "ratio": ratio, "method": "adaptive"} for size, ratio in ((4, 1.3), (8, 0.97))]
+    (tmp_path / "batches.m.json").write_text(json.dumps({**about, "comparison": "batches", "rows": rows}))
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    listed = [[cell.strip() for cell in line.split("|")[2:-1]] for line in tables.losses().splitlines()[2:]]
+    assert listed == [
+        ["8 together", "selfspec", "0.97", ""],
+        ["float32, at 0.8", "selfspec", "0.70", ""],
+        ["bfloat16, greedy", "drafts alone", "1.10", "256 tokens, after the first one: 0.90"],
+        ["float32, greedy", "no search", "1.20", "mt 0.98"],
+    ]
+    assert {name for name in (*run.OURS, *run.PEERS) if not name.startswith(tables.NOT_OURS)} == {*run.OURS} - {"plain"}
+    assert {one.name for one in run.COMPARISONS} | {*run.SCRIPTS} == {*tables.RENDERED}
 
 
 def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):

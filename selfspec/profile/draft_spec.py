@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from selfspec.basics.checked_model import Count, Data
+from selfspec.basics.checked_model import Count, Data, NonNegative, Share
 from selfspec.basics.errors import SelfspecError, check_registered, short
-from selfspec.types.acceptance import Chance, Confidence
+from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath, SkipSet, as_path
 from selfspec.types.identity import Identity
@@ -163,14 +163,13 @@ class RecycleSpec(DraftSpec):
 
 
 PartName = Annotated[str, Field(min_length=1)]
-Step = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Below(Data):
     """A draft head whose lookup tokens the passes of a draft path check. `step`: cost of a head step in draft steps."""
 
     part: PartName = Field("eagle", description="Name of the head among the profile's parts.")
-    step: Step = Field(0.1, description="Time of one step of the head, in draft steps.")
+    step: NonNegative = Field(0.1, description="Time of one step of the head, in draft steps.")
 
 
 class LayerSkipSpec(DraftSpec):
@@ -199,7 +198,7 @@ class LayerSkipSpec(DraftSpec):
         None, description="Draft vocabulary: the only tokens that are drafted; all by default."
     )
     proposers: CheckedProposers = None
-    spared: Chance | None = Field(
+    spared: Share | None = Field(
         None, description="Share of a draft step that proposers save for each drafted token; 0 by default."
     )
     below: Below | None = Field(None, description="Draft head that proposes lookup tokens; none by default.")

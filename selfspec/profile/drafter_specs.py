@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+from selfspec.basics.checked_model import NonNegative
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import (
     Candidates,
@@ -16,7 +17,6 @@ from selfspec.profile.draft_spec import (
     DraftSpec,
     PartName,
     Proposers,
-    Step,
     kinds_of,
     parse_draft,
     register_spec,
@@ -27,7 +27,7 @@ from selfspec.types.methods import WIDEST_DRAFT
 
 
 class _ChosenSpec(DraftSpec):
-    step: Step = Field(0.6, description="Initial time of one draft step, in plain decoding steps.")
+    step: NonNegative = Field(0.6, description="Initial time of one draft step, in plain decoding steps.")
     confidence: DraftConfidence = None
     controller: DraftController = ControllerSpec(name="rate")
     candidates: Candidates = 1
@@ -159,7 +159,7 @@ class HeadSpec(DraftSpec):
 
     kind: Literal["head"] = "head"
     part: PartName = Field("eagle", description="Name of the head among the profile's parts.")
-    step: Step = Field(0.05, description="Time of one step of the head, in plain decoding steps.")
+    step: NonNegative = Field(0.05, description="Time of one step of the head, in plain decoding steps.")
     confidence: DraftConfidence = None
     controller: DraftController = ControllerSpec(name="rate")
     candidates: Candidates = 1
@@ -197,7 +197,7 @@ class ModelSpec(_ChosenSpec):
     dtype: str = Field("auto", description="Dtype of the draft model's weights, as for --dtype.")
     device: str = Field("auto", description="Device; the target model's by default.")
     bits: Literal["int8", "int4"] | None = Field(None, description="Quantisation of its weights; none by default.")
-    step: Step = Field(0.3, description="Time of one draft step, in plain decoding steps.")
+    step: NonNegative = Field(0.3, description="Time of one draft step, in plain decoding steps.")
 
     @property
     def summary(self) -> str:

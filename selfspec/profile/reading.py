@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
+from selfspec.basics.checked_model import first_problem
 from selfspec.basics.errors import SelfspecError, one_line, short
 from selfspec.basics.files import read_text, write_text
 from selfspec.profile.draft_spec import PlainSpec, draft_kinds
@@ -105,7 +106,7 @@ def parse_profile(text: str, *, source: str) -> Profile:
         _check_version(data)
         return _with_answers_beside(Profile.model_validate(data))
     except ValidationError as error:
-        raise SelfspecError(f"{source}: {_explain(error)}") from None
+        raise SelfspecError(f"{source}: {first_problem(error, 'profile')}") from None
     except SelfspecError as error:
         raise SelfspecError(f"{source}: {one_line(error)}") from None
 
@@ -161,19 +162,6 @@ def _check_version(data: dict[Any, Any]) -> None:
     if type(version) is not int or version != 2:
         got = "none" if version is None else short(version)
         raise SelfspecError(f"version: expected 2, got {got}; `selfspec search` makes a profile of version 2")
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "profile"
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, SelfspecError):
-        return one_line(cause)
-    if first["type"] == "extra_forbidden":
-        return f"unknown key '{one_line(where)}'"
-    if first["type"] == "missing":
-        return f"{one_line(where)}: {one_line(first['msg'])}"
-    return f"{one_line(where)}: {one_line(first['msg'])}, got {short(first['input'])}"
 
 
 def _kind(data: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, model_validator
 
-from selfspec.basics.checked_model import Count, Data, Positive, Rate, Seconds
+from selfspec.basics.checked_model import Count, Data, Positive, Rate, Seconds, Share
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.profile import drafter_specs as drafter_specs  # imported to register the kinds
 from selfspec.profile.draft_spec import (
@@ -93,7 +93,7 @@ class Prediction(Data):
 
     speedup: Rate
     tokens_per_second: Rate
-    acceptance_rate: Annotated[float, Field(ge=0, le=1)]
+    acceptance_rate: Share
     tokens_per_round: Rate
     draft_cost: Rate
 
@@ -119,7 +119,7 @@ class Measurement(Data):
     tokens_per_second: Rate
     speedup: Rate
     interval: Annotated[list[Rate], Field(min_length=2, max_length=2)]
-    acceptance_rate: Annotated[float, Field(ge=0, le=1)]
+    acceptance_rate: Share
     tokens_per_round: Rate
 
 

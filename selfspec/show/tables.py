@@ -14,13 +14,10 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from selfspec.basics.checked_model import Json
-from selfspec.basics.errors import SelfspecError, one_line, short
+from selfspec.basics.checked_model import Json, NonNegative, Share, first_problem
+from selfspec.basics.errors import SelfspecError, one_line
 from selfspec.basics.files import files_in, kind, parse_json, read_text
 from selfspec.types.stats import Round, acceptance_by_position
-
-Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Read(BaseModel):
@@ -30,14 +27,14 @@ class _Read(BaseModel):
 
 
 class _Ratio(_Read):
-    median: Figure
-    low: Figure
-    high: Figure
+    median: NonNegative
+    low: NonNegative
+    high: NonNegative
 
 
 class _Times(_Read):
-    p50: Figure | None
-    p95: Figure | None
+    p50: NonNegative | None
+    p95: NonNegative | None
 
 
 class _OfTask(_Read):
@@ -50,11 +47,11 @@ class _ByTask(_Read):
 
 
 class _Method(_Read):
-    tokens_per_second: Figure
+    tokens_per_second: NonNegative
     ratio: dict[str, _Ratio]
     first_token_seconds: _Times
     inter_token_seconds: _Times
-    tokens_per_round: Figure
+    tokens_per_round: NonNegative
     acceptance_rate: Share | None
     acceptance_by_position: list[Share]
     sources: dict[str, Share] = {}
@@ -62,7 +59,7 @@ class _Method(_Read):
 
 
 class _Temperature(_Read):
-    temperature: Figure
+    temperature: NonNegative
     methods: Annotated[dict[str, _Method], Field(min_length=1)]
 
 
@@ -101,10 +98,7 @@ def check_bench(bench: Any) -> None:
     try:
         _Bench.model_validate(bench)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = one_line(".".join(map(str, first["loc"])))
-        got = "" if first["type"] == "missing" else f", got {short(first['input'])}"
-        problem = f"{where}: {one_line(first['msg'])}{got}" if where else "no JSON object"
+        problem = first_problem(error, "the file")
         raise SelfspecError(f"not what selfspec bench --out writes ({problem})") from None
 
 
@@ -213,10 +207,10 @@ class Training(BaseModel):
     texts: int
     tokens: int
     steps: int
-    seconds: Figure
-    tokens_per_pass: Figure
+    seconds: NonNegative
+    tokens_per_pass: NonNegative
     acceptance: Annotated[list[Share], Field(min_length=1)]
-    history: Annotated[list[tuple[Figure, Figure]], Field(min_length=1)]
+    history: Annotated[list[tuple[NonNegative, NonNegative]], Field(min_length=1)]
 
 
 def read_trainings(source: Path) -> list[Training]:
@@ -238,9 +232,8 @@ def _read(path: Path) -> Training:
     try:
         return Training.model_validate_json(read_text(path))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise SelfspecError(f"{path}: not what selfspec train writes ({where}: {one_line(first['msg'])})") from None
+        problem = first_problem(error, "it")
+        raise SelfspecError(f"{path}: not what selfspec train writes ({problem})") from None
 
 
 def learning_frame(trainings: list[Training]) -> pd.DataFrame:

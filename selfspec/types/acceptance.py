@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from selfspec.basics.checked_model import Data
+from selfspec.basics.checked_model import Data, NonNegative, Share
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.costs import WIDER, CostModel
 from selfspec.types.draft_path import DraftPath, SkipSet, as_path
@@ -37,8 +37,8 @@ class Confidence(Data):
     """
 
     bias: Weight = 0.0
-    probability: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    gap: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    probability: NonNegative = 1.0
+    gap: NonNegative = 0.0
 
     @property
     def plain(self) -> bool:
@@ -68,8 +68,7 @@ class Confidence(Data):
 PROBABILITY = Confidence()
 
 
-Chance = Annotated[float, Field(ge=0, le=1)]
-Chances = Annotated[list[Chance], Field(min_length=2)]
+Chances = Annotated[list[Share], Field(min_length=2)]
 
 
 class AcceptanceCurve(Data):

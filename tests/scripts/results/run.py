@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -334,7 +335,7 @@ COMPARISONS = (
         contexts=tuple(DOCUMENTS),
     ),
     Comparison(
-        "builtin",
+        "code",
         code,
         {"float32": (*SOME, "transformers")},
         {0.0: 2, 0.8: 2},
@@ -380,8 +381,8 @@ SCRIPTS = {
 }
 
 
-def main() -> None:
-    """Measure, summarise, and write the tables."""
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, help="by default the chat prompts that come with selfspec")
     parser.add_argument("--source", help="what the prompts are, in the tables")
@@ -395,7 +396,26 @@ def main() -> None:
     parser.add_argument("--llama-python", help="Python of an environment with llama-cpp-python")
     parser.add_argument("--openvino-python", help="Python of an environment with openvino-genai")
     parser.add_argument("--any-commit", action="store_true", help="go on with runs of other commits")
-    given = parser.parse_args()
+    return parser
+
+
+def command(given: argparse.Namespace, name: str) -> str:
+    """The command that measures this comparison again; of files and peers' Pythons only names, no folders."""
+    shown = {**vars(given), "only": name, "minutes": None}  # how often measuring was interrupted does not matter
+    shown["prompts"] = given.prompts and given.prompts.name
+    for peer in ("llama_python", "openvino_python"):
+        shown[peer] = vars(given)[peer] and "PYTHON"
+    words = [f"SELFSPEC_ISA={os.environ['SELFSPEC_ISA']}"] if os.environ.get("SELFSPEC_ISA") else []
+    words += ["python", "tests/scripts/results/run.py"]
+    for option, value in shown.items():
+        if value is not None and value is not False:
+            words += [f"--{option.replace('_', '-')}", *([] if value is True else [shlex.quote(str(value))])]
+    return " ".join(words)
+
+
+def main() -> None:
+    """Measure, summarise, and write the tables."""
+    given = arguments().parse_args()
     import tables
     import torch
 
@@ -411,7 +431,7 @@ def main() -> None:
     def write(name: str, source: str, model: str, new: int, commit: str, **found: Any) -> None:
         about = {"comparison": name, "machine": given.machine, "processor": where, "instruction_set": isa}
         about |= {"threads": given.threads, "model": model, "source": source, "new_tokens": new, "commit": commit}
-        about |= {"date": datetime.now(UTC).date().isoformat(), "command": f"make results RESULTS='--only {name}'"}
+        about |= {"date": datetime.now(UTC).date().isoformat(), "command": command(given, name)}
         file = OUT / f"{name}.{given.machine}.json"
         file.write_text(json.dumps({**about, **found}, indent=1) + "\n", encoding="utf-8")
         print(file, flush=True)

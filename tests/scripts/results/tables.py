@@ -2,7 +2,8 @@
 
     python tests/scripts/results/tables.py            # writes them; a test fails where they differ
 
-A table stands between `<!-- results: COMPARISON.MACHINE -->` and `<!-- end -->`.
+A table stands between `<!-- results: COMPARISON.MACHINE -->` and `<!-- end -->`, and that of all losses between
+`<!-- where it loses -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
 MARK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LOSSES = re.compile(r"(<!-- where it loses -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_OURS = ("plain", "transformers", "llama.cpp", "openvino-genai")  # how the names of other methods begin
 
 
 def table(rows: list[list[str]]) -> str:
@@ -30,13 +33,19 @@ def ratio(values: list[float] | None) -> str:
 
 
 def condition(found: dict[str, Any]) -> str:
-    """Where, when and how the figures were measured."""
+    """Where, when and how the figures were measured, and a link to their file."""
     where = f"{found['machine']}: {found['processor']}, {found['instruction_set']}, {found['threads']} threads"
     what = f"{found['model']}; {found['source']}, up to {found['new_tokens']} tokens each"
     if "results" in found:
         methods = [of for some in found["results"].values() for one in some.values() for of in one.values()]
         what += f"; rounds: {max(of['rounds'] for of in methods)}"
-    return f"*{where}; {what}; {found['date']}, commit {found['commit']}; `{found['command']}`.*"
+    return f"*{where}; {what}; {found['date']}, commit {found['commit']}; {link(found)}; `{found['command']}`.*"
+
+
+def link(found: dict[str, Any]) -> str:
+    """A link to the JSON file."""
+    file = f"{found['comparison']}.{found['machine']}.json"
+    return f"[{file}]({FOLDER.name}/{file})"
 
 
 def setting(dtype: str, temperature: str) -> str:
@@ -122,11 +131,46 @@ def schemas(found: dict[str, Any]) -> str:
 RENDERED = {
     "questions": whole,
     "editing": whole,
-    "builtin": whole,
+    "code": whole,
     "documents": lengths,
     "batches": together,
     "guided": schemas,
 }
+
+
+def losses() -> str:
+    """A table of what is slower than plain decoding: methods of selfspec, in all files, in all or in some part."""
+    rows = [["measured", "setting", "method", "/ plain, means", "parts below 1"]]
+    for file in sorted(FOLDER.glob("*.json"), key=lambda file: file.stem):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        where = f"{link(found)}, commit {found['commit']}, {found['date']}"
+        rows += [[where, *row] for row in slower(found)]
+    return table(rows)
+
+
+def slower(found: dict[str, Any]) -> list[list[str]]:
+    """Setting, method, ratio and slower parts of each method of selfspec that loses, by the figures as shown."""
+    rows = []
+    for dtype, temperatures in found.get("results", {}).items():
+        for temperature, methods in temperatures.items():
+            for name, of in methods.items():
+                parts, unit = of["by_task"], ""
+                if RENDERED[found["comparison"]] is lengths:
+                    parts, unit = of["after_first_by_task"], " tokens, after the first one:"
+                below = [f"{part}{unit} {ratio:.2f}" for part, ratio in parts.items() if loses(ratio)]
+                if not name.startswith(NOT_OURS) and (below or loses(of["ratio_of_means"])):
+                    below = below if len(parts) > 1 else []
+                    rows.append([setting(dtype, temperature), name, f"{of['ratio_of_means']:.2f}", "; ".join(below)])
+    for row in found.get("rows", []):
+        if loses(row["ratio"]):
+            what = f"{row['size']} together" if "size" in row else row["schema"]
+            rows.append([what, "selfspec", f"{row['ratio']:.2f}", ""])
+    return rows
+
+
+def loses(ratio: float) -> bool:
+    """Whether a ratio to plain decoding is below 1 as tables show it."""
+    return round(ratio, 2) < 1
 
 
 def rendered(name: str) -> str:
@@ -137,7 +181,8 @@ def rendered(name: str) -> str:
 
 def filled(page: str) -> str:
     """The page with every table made anew."""
-    return MARK.sub(lambda found: found[1] + rendered(found[2]) + found[3], page)
+    page = MARK.sub(lambda found: found[1] + rendered(found[2]) + found[3], page)
+    return LOSSES.sub(lambda found: f"{found[1]}\n{losses()}\n\n{found[2]}", page)
 
 
 def write() -> None:

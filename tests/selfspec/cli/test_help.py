@@ -189,3 +189,16 @@ def test_each_help_ends_with_an_example_and_its_page(words, monkeypatch, capsys)
     anchor, text = found[3], (DOCS / found[2]).read_text()
     headings = [re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in text.splitlines()]
     assert not anchor or anchor in headings
+
+
+@pytest.mark.parametrize(("typed", "completed"), [("ge", ["generate"]), ("search --num-p", ["--num-prompts"])])
+def test_a_shell_completes_commands_and_options(typed, completed, monkeypatch, capsys):
+    """`--install-completion` makes a shell run this; bash asks with these variables."""
+    monkeypatch.setenv("_SELFSPEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"selfspec {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    assert helped(monkeypatch, capsys) == completed
+
+
+def test_shell_completion_can_be_installed(monkeypatch, capsys):
+    assert any("--install-completion" in line for line in helped(monkeypatch, capsys, "--help"))
