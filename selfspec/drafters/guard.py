@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ DRAFTED, LATELY = 8, 3  # numbers of latest drafted rounds: to estimate the next
 PROBE = 128  # tokens after which a plain round is due
 MOST = 20.0  # cap on a batch's slack, in plain rounds, so that time saved long ago cannot be lost now
 CHANGED = 0.25  # relative change of verification time after which plain timings are discarded
+STALLED = 2.0  # most that a round is charged, in what as much work is known to take: the rest was the machine's
 PATIENCE = 32  # rounds without a draft, because of recorded times alone, after which these are discarded
 
 
@@ -57,6 +59,7 @@ class _Round:
     work: Work | None = None  # work of all drafts together; None if nothing was drafted
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
+    charged: float = 0.0  # those that count as taken, set then too
     guided: bool = False  # whether guides force tokens in this round, which make it wider than its drafts do
     plan: RoundPlan = PLAIN  # if the round was planned for the device
 
@@ -143,6 +146,16 @@ class _RoundTimes:
         """Return the seconds of a draft with this work."""
         return sum(calls * self.part(part) for part, calls in work)
 
+    def most_seconds(self, work: Work, drafted: int) -> float:
+        """Return the seconds that a round with this work took at most; infinity if it was not timed twice.
+
+        `drafted`: the drafted tokens of all sequences. One disturbed round is left out, as in all estimates.
+        """
+        rest = self.rest.get(_width(-(-drafted // self.sequences)))
+        if rest is None or len(rest) < 2 or any(len(self.parts.get(part, ())) < 2 for part, _ in work):
+            return math.inf
+        return self.draft(work) + self.step * _second_highest(rest)
+
     def seconds_besides_drafting(self, nodes: int = 1) -> float:
         """Return the seconds of a round with drafts of `nodes` tokens less its drafting.
 
@@ -164,13 +177,15 @@ class Guard(DelegatingDrafter):
     The formula alone allows 3.2% and 1.8%; the remainder covers the guard, and rounds that take longer than estimated.
 
     A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
-    nothing. t is the median of the latest plain rounds. Rounds are plain at the beginning (two rounds), after 128
-    tokens without a plain round, where the bound leaves no time for a draft, and after the verification time of a
-    number of tokens has changed (two rounds). Recorded times that alone leave no time for a draft are discarded after
-    32 rounds, then after 64, and so on. If the rest of a drafted round takes less than t, that rest counts as a plain
-    round. The estimated time of a draft is the sum over its calls, each at the second highest of that call's
-    recent times. If the machine's speed varies, t follows its slower times. In a batch the bound holds for each
-    sequence, against plain rounds of the same batch size; after `bound_together` it holds for the batch as a whole.
+    nothing. t is the median of the latest plain rounds. A round counts at most twice what rounds with the same work
+    took lately: when the machine stalls, plain decoding would have stalled too. Rounds are plain at the beginning (two
+    rounds), after 128 tokens without a plain round, where the bound leaves no time for a draft, and after the
+    verification time of a number of tokens has changed (two rounds). Recorded times that alone leave no time for a
+    draft are discarded after 32 rounds, then after 64, and so on. If the rest of a drafted round takes less than t,
+    that rest counts as a plain round. The estimated time of a draft is the sum over its calls, each at the second
+    highest of that call's recent times. If the machine's speed varies, t follows its slower times. In a batch the bound
+    holds for each sequence, against plain rounds of the same batch size; after `bound_together` it holds for the batch
+    as a whole.
 
     For a seeded sequence nothing depends on `clock`: `payoff` gives the cost of a round, and without a `payoff` its
     drafts are not limited. `measure_payoff` measures a payoff model on this machine (None: not possible); `calibrate`
@@ -373,6 +388,8 @@ class Guard(DelegatingDrafter):
         round_times, first = now.round_times, now.took is None
         share = 1.0 if self._together is None else 1 / round_times.sequences  # a sequence's share of the batch account
         took = now.took = self._clock() - now.begun if now.took is None else now.took
+        if first and now.work is not None:
+            now.charged = min(took, STALLED * round_times.most_seconds(now.work, now.drafted))
         if now.work is None:
             if first and not now.guided:
                 round_times.see_plain(took)
@@ -380,7 +397,7 @@ class Guard(DelegatingDrafter):
             account.since_plain = 0
             return
         rest = took - now.drafting
-        account.slack += share * ((1 + SHARE) * tokens * min(round_times.step, rest) - took)
+        account.slack += share * ((1 + SHARE) * tokens * min(round_times.step, rest) - now.charged)
         if self._together is not None:
             account.slack = min(account.slack, MOST * round_times.step)
         account.since_plain += share * tokens

@@ -423,6 +423,6 @@ def _per_key(runtime: Runtime, context: int, path: DraftPath, repeats: int, *, r
         [forward_seconds(runtime, keys, rows=rows, repeats=repeats // 3, path=path) for keys in (context, far)]
         for _ in range(3)
     ]
-    near, beyond = (min(seconds) for seconds in zip(*times, strict=True))  # disturbances only lengthen
+    near, beyond = (min(seconds[i] for seconds in times) for i in range(2))  # disturbances only lengthen
     attentions = sum(mode != "skip" for mode in path.modes(runtime.layers)[: runtime.layers])
     return max(beyond - near, 0.0) / (far - context) / max(attentions, 1)

@@ -274,6 +274,30 @@ def test_one_disturbed_round_does_not_end_drafting():
     assert drafter.made > 30
 
 
+@pytest.mark.parametrize("stall", [10.0, 1000.0])
+def test_a_machine_that_stalls_does_not_end_the_drafts_of_a_short_text(stall):
+    """Plain decoding would have stalled as well, so the stall is not what drafting lost."""
+    clock = Clock()
+    drafter = Chain(clock, 0.3, 4)
+    decode(Guard(drafter, clock=clock), clock, 64, accepted=lambda n: 4, speed=lambda n: stall if 30 <= n < 35 else 1.0)
+    undisturbed = Chain(Clock(), 0.3, 4)
+    decode(Guard(undisturbed, clock=undisturbed.clock), undisturbed.clock, 64, accepted=lambda n: 4)
+    assert drafter.made >= undisturbed.made - 1
+
+
+@pytest.mark.parametrize("slower", [3.0, 20.0])
+def test_drafts_that_get_slower_for_good_are_charged_from_the_second_round_on(slower):
+    """Only drafts take longer, not plain rounds: no stall of the machine."""
+    clock = Clock()
+    drafter = Chain(clock, 0.2, 4)
+    guard = Guard(drafter, clock=clock)
+    decode(guard, clock, 60, accepted=lambda n: 0)
+    drafter.seconds = 0.2 * slower
+    took, usual, _ = decode(guard, clock, 300, accepted=lambda n: 0)
+    rounds = 2 * (4 * drafter.seconds + 1.5)  # seconds of two rounds that were charged less
+    assert took <= 1.025 * usual + 2.5 + rounds
+
+
 class BusyAtFirst(Chain):
     """The first drafts take 40 times as long, as if other programs had run or weights had been prepared."""
 
