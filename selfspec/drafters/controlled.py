@@ -59,7 +59,10 @@ class ControlledDrafter:
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Create the sequence's proposer state and acceptance history, and for a seeded sequence a fresh controller."""
         self._histories[seq] = AcceptanceHistory()
-        self._proposer_states[seq] = self.proposer_chain.new_state(prompt=len(seq.tokens), seeded=seq.sampler.seeded)
+        literals = () if seq.continuation is None else seq.continuation.literals
+        self._proposer_states[seq] = self.proposer_chain.new_state(
+            prompt=len(seq.tokens), seeded=seq.sampler.seeded, before=literals
+        )
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
 

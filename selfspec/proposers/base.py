@@ -107,14 +107,19 @@ class ProposerChain:
         self.proposers = tuple(proposers)
         self.prices = tuple(prices)
 
-    def new_state(self, *, prompt: int = 0, seeded: bool = False) -> ProposerState:
+    def new_state(self, *, prompt: int = 0, seeded: bool = False, before: Sequence[int] = ()) -> ProposerState:
         """Return the state of an empty text; its first `prompt` tokens will be the prompt.
+
+        `before`: tokens that can be looked up as if they stood before the text.
 
         `seeded`: whether the sequence has a seed; if so, proposers that learn from earlier texts are left out.
         """
         learners = [proposer for proposer in self.proposers if isinstance(proposer, LearningProposer)]
         able = [proposer for proposer in self.proposers if not (seeded and proposer in learners)]
         readers = [(proposer.name, proposer.reader()) for proposer in able]
+        for _, reader in readers:
+            for token in before:
+                reader.append(token)
         return ProposerState(self, readers, prompt, () if seeded else learners)
 
 

@@ -13,6 +13,10 @@ from selfspec.speculation.sampling import Sampler
 class Continuation(Protocol):
     """The interface of a proposer of the tokens that a guide's grammar forces, for one sequence."""
 
+    @property
+    def literals(self) -> Sequence[int]:
+        """Return the tokens of texts that the grammar spells out, such as keys, from which lookup may draft."""
+
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """Return at most `most` likely tokens after prompt and emitted `tokens`; none if the grammar is free.
 

@@ -110,7 +110,7 @@ def _checked_schema(schema: Any) -> CheckedGrammar:
         problem = _problem(grammar)
         unknown = re.search(r"Unknown format: (.*)", problem)
         if unknown is not None:
-            named = [part for part in _subschemas(schema) if part.get("format") == unknown[1].strip()]
+            named = [part for part in subschemas(schema) if part.get("format") == unknown[1].strip()]
             for part in named:
                 del part["format"]
             if named:
@@ -124,7 +124,7 @@ def _checked_schema(schema: Any) -> CheckedGrammar:
 def _unusable(schema: Any) -> str | None:
     """Return why a JSON schema is refused before it is compiled; None if it is not."""
     properties = patterns = 0
-    for part in _subschemas(schema):
+    for part in subschemas(schema):
         if part.get("patternProperties"):
             return "patternProperties cannot be followed; expected properties, by their names"
         properties += sum(
@@ -137,19 +137,19 @@ def _unusable(schema: Any) -> str | None:
     return None
 
 
-def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a JSON schema and all schemas in it; keys that name properties or definitions are not keywords."""
     if isinstance(schema, list):
         for entry in schema:
-            yield from _subschemas(entry)
+            yield from subschemas(entry)
     elif isinstance(schema, dict):
         yield schema
         for keyword, value in schema.items():
             if keyword in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
                 if isinstance(value, dict):
-                    yield from _subschemas(list(value.values()))
+                    yield from subschemas(list(value.values()))
             elif keyword not in ("const", "enum", "default", "examples"):
-                yield from _subschemas(value)
+                yield from subschemas(value)
 
 
 def _reason(problem: str) -> str | None:

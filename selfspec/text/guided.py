@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError, reason, short
-from selfspec.text.grammar import PARSER_LIMITS, check_grammar
+from selfspec.text.grammar import PARSER_LIMITS, check_grammar, subschemas
 
 
 class GrammarState:
@@ -113,6 +113,18 @@ def _indented(spaces: bytes, before: int, depth: int) -> bytes:
     return spaces if rest else b"\n" + spaces[1 : 1 + unit] * depth
 
 
+def schema_literals(schema: Any) -> Iterator[str]:
+    """Yield the texts that a JSON schema spells out: keys with their colon, enum values and constants."""
+    for part in subschemas(schema):
+        properties, values = part.get("properties"), part.get("enum")
+        if isinstance(properties, Mapping):
+            yield from (f"{json.dumps(key, ensure_ascii=False)}:" for key in properties)
+        if isinstance(values, list):
+            yield from (json.dumps(value, ensure_ascii=False) for value in values)
+        if "const" in part:
+            yield json.dumps(part["const"], ensure_ascii=False)
+
+
 _BYTES = 8  # bytes of text that are looked for, for each token
 _STARTS = b'"{}[],:-0123456789tfn'  # all bytes that JSON has outside strings, but whitespace
 
@@ -122,10 +134,20 @@ class Continuation:
 
     `tokenizer`: the matcher's `LLTokenizer`. `prompt`: the number of prompt tokens. `end`: the token that ends the
     text; None if several can. `json`: whether the grammar is a JSON schema, which allows whitespace nearly anywhere:
-    whitespace is proposed as the text so far has it.
+    whitespace is proposed as the text so far has it. `literals`: the tokens of what the JSON schema spells out.
     """
 
-    def __init__(self, matcher: Any, tokenizer: Any, *, prompt: int, end: int | None, json: bool) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        tokenizer: Any,
+        *,
+        prompt: int,
+        end: int | None,
+        json: bool,
+        literals: Sequence[int] = (),
+    ) -> None:
+        self.literals = literals
         self._state, self._tokenizer = GrammarState(matcher), tokenizer
         self._prompt, self._end = prompt, end
         starts = [tokenizer.tokenize_bytes(bytes([byte])) for byte in _STARTS] if json else []
@@ -170,6 +192,7 @@ class Continuation:
         return b"" if whitespace is None else whitespace + start
 
 
+LITERALS = 4096  # most tokens of a schema's literals that are looked up
 _MAX_MASKS = 256  # cached masks, as each position of a draft is masked for drafting and again for verification
 
 
@@ -200,7 +223,10 @@ class Guide:
             known = from_tokenizer(tokenizer, eos_token=sorted(ends))
         except ValueError as error:
             raise SelfspecError(f"guide: the tokenizer cannot be used: {error}") from error
-        self._tokenizer, self._json = known, regex is None
+        self._tokenizer, self._json = known, json_schema is not None
+        schema = json.loads(json_schema) if isinstance(json_schema, str) else dict(json_schema or {})
+        texts = "".join(f" {literal}" for literal in dict.fromkeys(schema_literals(schema)))
+        self._literals = known.tokenize_bytes(texts.encode(errors="replace"))[:LITERALS]
         self._matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         _raise(self._matcher)
 
@@ -219,7 +245,14 @@ class Guide:
         """Return the proposer of one generation, with the arguments of `processor`."""
         shared = sorted(ends & self.ends)
         end = shared[0] if len(shared) == 1 else None
-        return Continuation(self._matcher.deep_copy(), self._tokenizer, prompt=prompt, end=end, json=self._json)
+        return Continuation(
+            self._matcher.deep_copy(),
+            self._tokenizer,
+            prompt=prompt,
+            end=end,
+            json=self._json,
+            literals=self._literals,
+        )
 
 
 def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any] | None = None) -> str:

@@ -9,7 +9,8 @@ that need no path), and how it decodes: one text alone, a batch whose sequences 
 conversation whose turns find their prefix cached. Greedy texts are compared with plain greedy texts, seeded texts of
 rule `match` with plain texts of the same seed.
 
-Each case is a line of OUT.jsonl (`--out` with another ending), to which the next run adds: interrupt it at any time.
+Each case is a line of `--lines` (default: `--out`, ending in .jsonl), to which the next run adds: interrupt it at any
+time.
 The summary is written to `--out`. Exit code 1 when any token differs, 3 while tokens are missing.
 """
 
@@ -298,10 +299,11 @@ def main() -> None:
     """Run cases until all goals are met, and write the summary."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lines", type=Path, help="the file of cases that are done")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, help="stop after so many; run it again to go on")
     options = parser.parse_args()
-    lines = options.out.with_suffix(".jsonl")
+    lines = options.lines or options.out.with_suffix(".jsonl")
     done = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     begun, before = time.monotonic(), sum(line["tokens"] for line in done)
     ends = begun + 60 * options.minutes if options.minutes else float("inf")

@@ -5,7 +5,9 @@
 Starts `selfspec serve` in float64, so that texts do not depend on which sequences decode together. Each client asks in
 turn for a text, a stream, four seeded texts, a text of a JSON schema; or leaves in the middle of a stream, stalls,
 sends nonsense, or a wrong request. Every greedy text must be what `selfspec generate` gives, and every wrong request
-gets one clear error. At the end SIGTERM arrives while clients ask: what runs is answered, and the process ends with 0.
+gets one clear error. Then no client asks for a while: no text may run or wait any longer, and all slots of the KV cache
+are free that were free at the beginning. At the end SIGTERM arrives while clients ask again: what runs is answered, and
+the process ends with 0.
 
 Tells the counts, the 95th percentile of the queue time (the bound of its bucket), and how much the server's memory
 grew from the first tenth after a warm-up tenth to the last tenth. Exit code 1 when anything failed, or memory grew by
@@ -42,6 +44,8 @@ from selfspec import builtin
 
 CLIENTS, TOKENS, PROMPTS = 32, 24, 12
 ENDING = 120  # seconds that the server may take to end, four times its grace
+RESTING = 60  # seconds that the server may take until nothing runs, once no client asks
+AGAIN = 3  # seconds in which clients ask again before the end
 SELFSPEC = (sys.executable, "-m", "selfspec")
 MODEL = ("--model", "builtin", "--dtype", "float64", "--profile", "stdlib-llama-3.7m")
 SCHEMA = {
@@ -76,7 +80,8 @@ class Soak:
         self.wrong = [wrong for wrong in wrong_requests() if wrong.content_type]
         self.counts, self.failures = Counter[str](), list[str]()
         self.seeded: dict[tuple[str, int], list[str]] = {}
-        self.ending = threading.Event()
+        self.asking, self.ending = threading.Event(), threading.Event()
+        self.asking.set()
 
     def client(self, number: int) -> None:
         """One client: it asks until the server ends."""
@@ -96,6 +101,7 @@ class Soak:
             with httpx2.Client(base_url=self.url, timeout=120) as client:
                 for _ in range(draw.randrange(1, 12)):  # then it goes, and comes again
                     way = draw.choices(chosen, weights)[0]
+                    self.asking.wait()
                     if self.ending.is_set():
                         return
                     try:
@@ -106,6 +112,17 @@ class Soak:
                     except Exception as error:
                         self.failures.append(f"{way.__name__}: {type(error).__name__}: {error}")
             self.ending.wait(draw.expovariate(2))
+
+    def rest(self, idle: dict[str, float]) -> None:
+        """Let no client ask until the server's gauges are `idle` again, then let them go on."""
+        self.asking.clear()
+        try:
+            until(lambda: gauges(self.url) == idle, RESTING)
+        except AssertionError:
+            self.failures.append(f"no client asks, and the server has {gauges(self.url)}; expected {idle}")
+        finally:
+            self.counts["rests"] += 1
+            self.asking.set()
 
     def post(self, client: httpx2.Client, **fields: Any) -> dict[str, Any] | None:
         """The answer to a completion; None where the queue is full, or the server ends."""
@@ -202,6 +219,15 @@ def resident(pid: int) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def gauges(url: str) -> dict[str, float]:
+    """The texts that run and that wait, and the free slots of the KV cache."""
+    metrics = httpx2.get(f"{url}/metrics", timeout=60).text
+    return {
+        name: float(value)
+        for name, value in re.findall(r"^selfspec_(running|waiting|places_free) (\S+)", metrics, re.M)
+    }
+
+
 def queue_p95(metrics: str) -> float:
     """The bucket bound of the 95th percentile of the queue time, in seconds."""
     buckets = re.findall(r'selfspec_queue_seconds_bucket\{le="([^"]+)"\} (\S+)', metrics)
@@ -220,13 +246,17 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
         found = re.search(r"at (http://\S+)", log.read_text())
         assert found, log.read_text()
         traffic = Soak(found[1])
-        clients = [threading.Thread(target=traffic.client, args=(number,)) for number in range(CLIENTS)]
+        idle = gauges(traffic.url)
+        assert idle["running"] == idle["waiting"] == 0 < idle["places_free"], idle
+        clients = [threading.Thread(target=traffic.client, args=(number,), daemon=True) for number in range(CLIENTS)]
         for thread in clients:
             thread.start()
         memory, ends = list[int](), time.monotonic() + 60 * minutes
         while time.monotonic() < ends and server.poll() is None:
             time.sleep(1)
             memory.append(resident(server.pid))
+        traffic.rest(idle)
+        time.sleep(AGAIN)
         metrics = httpx2.get(f"{traffic.url}/metrics", timeout=60).text
         traffic.ending.set()
         server.send_signal(signal.SIGTERM)

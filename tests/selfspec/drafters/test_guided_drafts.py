@@ -11,13 +11,18 @@ from models import small
 from transformers import LogitsProcessor
 from wants import needs
 
-from selfspec.drafters import PlainDrafter
+from selfspec.controllers import FixedK
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
+from selfspec.proposers.base import ProposerChain
+from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
-from selfspec.types.draft_work import GUIDE
+from selfspec.text.guided import schema_literals
+from selfspec.types.draft_path import SkipSet
+from selfspec.types.draft_work import DRAFT_STEP, GUIDE
 
 pytestmark = needs("llguidance", "llguidance")
 VOCABULARY, END, ROWS = 262, 261, 3  # of llguidance's tokenizer over bytes
@@ -53,14 +58,22 @@ class ByteGuide:
 
         self.tokenizer = LLTokenizer("byte")
         self.matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        self.literals = list(" ".join(schema_literals(schema)).encode())
 
-    def sequence(self, prompt, room, seed=None, guided=True):
+    def sequence(self, prompt, room, seed=None, guided=True, literals=True):
         from selfspec.text.guided import Continuation, _Guided
 
         ends = frozenset([END])
         processor = _Guided(self.matcher.deep_copy(), ends, frozenset(), len(prompt))
         sampler = Sampler(temperature=0.0 if seed is None else 0.7, seed=seed, processors=[processor, OneSpace()])
-        proposer = Continuation(self.matcher.deep_copy(), self.tokenizer, prompt=len(prompt), end=END, json=True)
+        proposer = Continuation(
+            self.matcher.deep_copy(),
+            self.tokenizer,
+            prompt=len(prompt),
+            end=END,
+            json=True,
+            literals=self.literals if literals else (),
+        )
         return SequenceState(list(prompt), room, sampler, ends, continuation=proposer if guided else None)
 
 
@@ -72,6 +85,16 @@ def guide():
 @pytest.fixture(scope="module")
 def runtime():
     return LeanRuntime(small(VOCABULARY, seed=4), rows=ROWS, kernel=fake)
+
+
+class CountedPasses(LayerSkipDrafter):
+    """Counts its draft passes."""
+
+    passes = 0
+
+    def observe(self, seq, outcome):
+        super().observe(seq, outcome)
+        self.passes += sum(calls for call, calls in outcome.draft.work if call.name == DRAFT_STEP.name)
 
 
 def serve(runtime, drafter, seqs):
@@ -104,3 +127,18 @@ def test_every_drafter_gives_the_guided_text(runtime, guide, name, seed):
     assert GUIDE in sources or not drafter.drafts
     first, _ = serve(runtime, drafter, sequences(guide, seed)[:1])
     assert first == expected[:1]
+
+
+def test_literals_of_the_schema_save_draft_passes(runtime, guide):
+    """A draft that goes on to the next key finds it looked up, before the text has had it; the text is the same."""
+    texts, found, passes = [], [], []
+    for literals in (False, True):
+        chain = ProposerChain([Lookup()], (1.0, 1.01, 1.02, 1.03, 1.04))
+        drafter = CountedPasses(runtime, SkipSet(), FixedK(12), proposer_chain=chain)
+        text, sources = serve(runtime, drafter, [guide.sequence(PROMPTS[0], ROOMS[0], literals=literals)])
+        texts.append(text)
+        found.append(sources.count("lookup"))
+        passes.append(drafter.passes)
+    assert texts[0] == texts[1]
+    assert found[1] > found[0]
+    assert passes[1] < passes[0]

@@ -111,6 +111,13 @@ class TestAhead:
             reading.read(text)
         assert proposer.told == [3, 4, 5, 6]
 
+    def test_tokens_before_the_text_are_looked_up(self):
+        before, without = (ProposerChain([Lookup()], (1.0,) * 4).new_state(before=b) for b in ([1, 2, 3, 4], []))
+        for reading in before, without:
+            reading.read([9, 1, 2])
+        assert list(before.lookup(2, ()).tokens) == [3, 4]
+        assert without.lookup(2, ()) == NO_PROPOSAL
+
     def test_passes_of_a_draft(self):
         """A wrong guess ends what a pass brings; the token that was drafted in its place is already there."""
         reading = ProposerChain([Sure([1, 2, 3], [0.9, 0.9, 0.9])], (1.0, 1.1, 1.2, 1.3)).new_state()

@@ -22,3 +22,4 @@ def test_every_client_is_answered_rightly_to_the_end(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(out.read_text())["counts"]
     assert all(counts[way] > 0 for way in WAYS), counts
+    assert counts["rests"] == 1, counts  # after which nothing ran, nothing waited and every slot was free

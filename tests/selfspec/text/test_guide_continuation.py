@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from wants import needs
 
-from selfspec.text.guided import Guide
+from selfspec.text.guided import LITERALS, Guide, schema_literals
 
 pytestmark = needs("llguidance", "llguidance")
 SCHEMA = {
@@ -67,6 +67,34 @@ def test_no_more_than_asked_for_and_any_prefix_at_any_time(llm):
     assert continuation.propose(llm.encode("novel"), 9) == []  # the grammar rejects it
     assert llm.tokenizer.decode(continuation.propose([], 9)) == "{"
     assert continuation.propose(before, 9) == whole
+
+
+def test_literals_of_a_schema(llm):
+    """Keys, enum values and constants, each once and in order; a regular expression spells out none."""
+    part = {"type": "object", "properties": {"genre": {"const": 7}, "é": {"enum": [None, "novel", {"a": 1}]}}}
+    schema = {**SCHEMA, "$defs": {"part": part, "enum": {"const": "x"}}}
+    expected = [
+        '"genre":',
+        '"author":',
+        '"sold":',
+        '"novel"',
+        '"poetry"',
+        '"name":',
+        '"é":',
+        "7",
+        "null",
+        '{"a": 1}',
+        '"x"',
+    ]
+    assert list(dict.fromkeys(schema_literals(schema))) == expected
+    continuation = llm.guide(json_schema=schema).continuation(0, llm.runtime.skeleton.ends)
+    assert llm.tokenizer.decode(continuation.literals) == " " + " ".join(expected)
+    assert not llm.guide(regex="[a-z]+").continuation(0, llm.runtime.skeleton.ends).literals
+
+
+def test_no_more_literals_than_are_worth_reading(llm):
+    guide = llm.guide(json_schema={"enum": [f"word {i}" for i in range(2_000)]})
+    assert len(guide.continuation(0, llm.runtime.skeleton.ends).literals) == LITERALS
 
 
 def test_of_several_ends_none_is_proposed(llm):
