@@ -15,7 +15,7 @@ from rich.text import Text
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import json_line, kind, write_text
 from selfspec.cli.color import legend, write
-from selfspec.cli.common import held_note, quiet, speed_line, stats_line, stderr
+from selfspec.cli.common import held_note, prompt_progress, quiet, speed_line, stats_line, stderr
 from selfspec.cli.decoding_options import decoding
 from selfspec.cli.options import ChatCommand
 from selfspec.types.stats import Stats
@@ -110,17 +110,18 @@ class _ChatSession:
         prompt, before, interrupted = self.conversation.prompt(text), self.conversation.answers, False
         how = self._fitted_options(prompt)
         planned = self.llm.plan(prompt, how)
-        stream = self.conversation.start(text, how, planned=planned, drafter=self.drafter)
-        try:
-            write(stream, color=self.color, fold=True)
-        except KeyboardInterrupt:
-            if not self.interactive:
-                raise
-            interrupted = True
-        finally:
-            answer = stream.result
-            if answer.tokens:
-                self.generations.append(answer)
+        with prompt_progress() as shown:
+            stream = self.conversation.start(text, how, planned=planned, drafter=self.drafter, on_prefill=shown)
+            try:
+                write(stream, color=self.color, fold=True)
+            except KeyboardInterrupt:
+                if not self.interactive:
+                    raise
+                interrupted = True
+            finally:
+                answer = stream.result
+                if answer.tokens:
+                    self.generations.append(answer)
         if self.conversation.answers == before:
             _say("interrupted before the answer began: the message is not kept", style="dim")
             return

@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,8 +183,11 @@ def drafting_with(
     return Drafting(profile if controller is None else profile.with_controller(controller), source)
 
 
-def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """Return a progress bar: description, bar, counts, `columns`, time left. It is disabled outside terminals."""
+def progress(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """Return a progress bar: description, bar, counts, `columns`, time left. It is disabled outside terminals.
+
+    `transient`: erase the bar when it stops.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -191,8 +195,36 @@ def progress(console: Console, *columns: ProgressColumn) -> Progress:
         *columns,
         TimeRemainingColumn(),
         console=console,
+        transient=transient,
         disable=not console.is_terminal,
     )
+
+
+@contextmanager
+def prompt_progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Yield an `on_prefill` for `LLM.start`, which shows on standard error how far a long prompt is read.
+
+    Its bar is erased once the prompt is read, or when the context ends. It is None with `--quiet`, and where a bar
+    cannot be erased: outside terminals, and on dumb ones.
+    """
+    console = stderr()
+    if console.quiet or not console.is_interactive:
+        yield None
+        return
+    bar = progress(console, transient=True)
+    task = bar.add_task("reading the prompt")
+
+    def show(read: int, total: int) -> None:
+        bar.update(task, completed=read, total=total)
+        if read < total:
+            bar.start()
+        else:
+            bar.stop()
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def stage_line(console: Console, line: str) -> None:

@@ -14,6 +14,7 @@ from selfspec.cli.common import (
     held_note,
     print_json,
     progress,
+    prompt_progress,
     quiet,
     stage_line,
     stats_line,
@@ -62,13 +63,17 @@ def run(options: GenerateCommand) -> int:
     if options.compare:
         _compare(llm, request, prompt, drafter, how, as_json=options.json, color=options.color)
     elif options.json:
-        generation = llm.run(prompt, replace(how, probabilities=options.color), planned=planned, drafter=drafter)
+        with_events = replace(how, probabilities=options.color)
+        with prompt_progress() as shown:
+            stream = llm.start(prompt, with_events, planned=planned, drafter=drafter, pieces=False, on_prefill=shown)
+            generation = stream.wait()
         _warn(generation, how, chat=chat)
         print_json(_as_json(generation, events=options.color))
     else:
-        stream = llm.start(prompt, how, planned=planned, drafter=drafter)
-        shown = _write(llm, stream, stats=options.stats, color=options.color)
-        _warn(shown, how, chat=chat)
+        with prompt_progress() as shown:
+            stream = llm.start(prompt, how, planned=planned, drafter=drafter, on_prefill=shown)
+            generation = _write(llm, stream, stats=options.stats, color=options.color)
+        _warn(generation, how, chat=chat)
     return 0
 
 

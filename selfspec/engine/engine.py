@@ -22,6 +22,9 @@ from selfspec.speculation.rules import Rule
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.methods import WIDEST_DRAFT
 
+PROMPT_CHUNK = 1024  # most tokens of a joining prompt's pass: bounds its memory, and progress is reported after each
+OnPrefill = Callable[[int, int], None]  # (prompt tokens in the cache, all prompt tokens)
+
 
 class _Prefilled(ModelChecker):
     """The verifier in a sequence's first round: the prompt's pass has read its last token, so no pass is needed.
@@ -95,14 +98,24 @@ class Engine:
         """The running sequences that have taken no round yet; the next `step` is for them alone."""
         return tuple(self._prefilled.outputs)
 
-    def join(self, seq: SequenceState) -> None:
-        """Admit a sequence and prefill its prompt.
+    def join(self, seq: SequenceState, on_prefill: OnPrefill | None = None) -> None:
+        """Admit a sequence and prefill its prompt, in passes of at most `PROMPT_CHUNK` tokens.
 
-        Raises `SelfspecError` if no row is free, or no cache can be allocated for its length.
+        A model with layers with a state reads the prompt in one pass. `on_prefill`: called before the first pass and
+        after each, if the prompt has more uncached tokens than `PROMPT_CHUNK`. Raises `SelfspecError` if no row is
+        free, or no cache can be allocated for the sequence's length.
         """
         if not self.admit(seq):
             raise SelfspecError(f"all {self.runtime.rows} rows of the cache are taken; let a sequence leave first")
-        self.prefill(seq)
+        total = len(seq.tokens)
+        report = on_prefill if total - seq.num_cached > PROMPT_CHUNK else None
+        left, max_tokens = total - seq.num_cached, None if self.runtime.stateful else PROMPT_CHUNK
+        while left:
+            if report is not None:
+                report(total - left, total)
+            left = self.prefill(seq, max_tokens)
+        if report is not None:
+            report(total, total)
 
     def admit(self, seq: SequenceState) -> bool:
         """Give a sequence a cache row and slots for its tokens; return False if none is free now. `prefill` prefills.
@@ -214,18 +227,19 @@ def decode(
     rule: Rule | None = None,
     stop: Callable[[int], bool] | None = None,
     reuse: bool = False,
+    on_prefill: OnPrefill | None = None,
 ) -> Generator[Outcome]:
     """Decode one sequence, a round at a time; each yielded `Outcome` holds the tokens that the round emitted.
 
     Ends at an end-of-sequence token, when `seq.remaining` is 0, or when `stop` returns True; no token is emitted after
     that. `stop` is called once for each emitted token in order. `rule` and `stop`, if set, replace `seq.rule` and
     `seq.stop`. With `reuse`, a cached prefix, left by an earlier sequence with `reuse`, is not prefilled again. The
-    first round emits the token that follows the prompt, without a draft or a pass of its own. Raises `BusyError` while
-    another generation uses the runtime.
+    first round emits the token that follows the prompt, without a draft or a pass of its own. `on_prefill` is as in
+    `Engine.join`. Raises `BusyError` while another generation uses the runtime.
     """
     seq.rule, seq.stop = rule or seq.rule, stop or seq.stop
     with Engine(runtime, drafter, reuse=reuse) as engine:
-        engine.join(seq)
+        engine.join(seq, on_prefill)
         while seq.remaining:
             ((_, outcome),) = engine.step()
             yield outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from selfspec.engine.engine import OnPrefill
 from selfspec.llm.messages import check_system, message, render
 from selfspec.llm.options import GenerateOptions, Options, options_method
 from selfspec.llm.sampling_plan import Plan
@@ -97,6 +98,7 @@ class Conversation:
         planned: Plan | None = None,
         drafter: Drafter | None = None,
         pieces: bool = True,
+        on_prefill: OnPrefill | None = None,
     ) -> Stream:
         """Return a stream of the answer to `text` as `stream` does, with the decoding options in one object.
 
@@ -116,6 +118,7 @@ class Conversation:
             pieces=pieces,
             reuse=True,
             ended=ended,
+            on_prefill=on_prefill,
         )
 
     def _with(self, text: str) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import parse_controller
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter, calibrate, make_drafter, make_guarded
 from selfspec.drafters.registry import make_layer_skip
-from selfspec.engine.engine import decode
+from selfspec.engine.engine import OnPrefill, decode
 from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
 from selfspec.llm.default_profile import resolve_profile
@@ -323,6 +323,7 @@ class LLM:
         pieces: bool = True,
         reuse: bool = False,
         ended: Callable[[str], None] | None = None,
+        on_prefill: OnPrefill | None = None,
     ) -> Stream:
         """Start a generation and return its `Stream`, as `stream` does, with the decoding options in one object.
 
@@ -330,7 +331,8 @@ class LLM:
         called here. `drafter`: replaces the profile's drafter. Without `pieces`, the stream yields all text at the end.
         `reuse`: keep the KV cache of the prefix that the prompt shares with the last sequence started with `reuse`, and
         prefill only the tokens after that prefix. `ended`: called with the whole text when the stream ends, if the
-        stream emitted a token.
+        stream emitted a token. `on_prefill`: called with the number of prompt tokens read and that of all, while a long
+        prompt is read (`Engine.join`).
         """
         ids = self.encode(prompt)
         planned = planned or self.plan(ids, options)
@@ -342,7 +344,7 @@ class LLM:
             ids, planned.max_new_tokens, planned.sampler, planned.final_tokens, continuation=planned.continuation
         )
         stop = with_deadline(text.push, planned.config.max_time)
-        decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop)
+        decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, on_prefill=on_prefill)
         rounds = self._adapter_switcher.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
         guided = options.guide is not None
         return Stream(

@@ -6,6 +6,7 @@
 - `killed`: a search is killed (-9) when it has said what it scores next and N trials are known;
 - `interrupted`: a search gets Ctrl-C at that point;
 - `killed-text`, `interrupted-text`: a generation is killed, or gets Ctrl-C, at its Nth token, all texts counted;
+- `chunks`: prompts are read N tokens at a time, as long ones are;
 - `killed-fit`, `interrupted-fit`: a training is killed, or gets Ctrl-C, at its Nth step.
 
 Costs are told, not measured.
@@ -25,6 +26,7 @@ from selfspec.search import prepare
 from selfspec.search.ledger import Ledger
 
 from selfspec.cli import main
+from selfspec.engine import engine
 from selfspec.text.detokenizer import TextStream
 from selfspec.training.learner import Learner
 from selfspec.types.costs import CostModel
@@ -82,10 +84,16 @@ def sent_at_call(kind: type, name: str, signal_number: signal.Signals) -> Callab
     return at
 
 
+def chunks(n: int) -> None:
+    """Read prompts in chunks of n tokens."""
+    engine.PROMPT_CHUNK = n
+
+
 sent_to_text = partial(sent_at_call, TextStream, "push")
 sent_to_fit = partial(sent_at_call, Learner, "loss")
 EVENTS = {
     "together": together,
+    "chunks": chunks,
     "killed": sent(signal.SIGKILL),
     "interrupted": sent(signal.SIGINT),
     "killed-text": sent_to_text(signal.SIGKILL),

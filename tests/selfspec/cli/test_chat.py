@@ -390,3 +390,22 @@ def test_in_a_terminal(terminal, model, chat, tmp_path):
     assert shown.shown().endswith("> \n")
     messages = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [one["content"] for one in messages] == [TEXTS[0], first, TEXTS[1], said]
+
+
+def test_in_a_terminal_a_long_prompt_shows_how_far_it_is_read(terminal, model, chat, tmp_path):
+    """The bar comes before the answer and is erased; the answer is that without chunks."""
+    (tmp_path / "m").symlink_to(model)
+    options = ("--model", "m", "--profile", "none", "--threads", "1", "--max-new-tokens", 5)
+    shown = terminal("chunks:16", *options)
+    shown.until(up_to("> "))
+    text = " ".join(TEXTS * 4)
+    shown.type(f"{text}\n")
+    answered = shown.until(up_to("allows more\n> "))
+    assert "reading the prompt" in answered
+    answer = chat.conversation().send(text, max_new_tokens=5).text
+    before, erased, after = shown.raw.rpartition("\x1b[1A\x1b[2K")
+    assert "reading the prompt" in before
+    assert erased
+    assert ESCAPES.sub("", after).lstrip().startswith(answer.lstrip())
+    shown.type("\x04")
+    assert shown.end() == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
 from builtin_model import MODELLED
+from rich.console import Console
 
-from selfspec.cli import main
-from selfspec.cli.common import drafting_with, model_for
+from selfspec.cli import common, main
+from selfspec.cli.common import drafting_with, model_for, prompt_progress
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.types.controller import ControllerSpec
@@ -47,3 +49,45 @@ def test_where_drafts_come_from(llm):
         assert drafting_with(nothing, identity, "auto", default=False).source == (
             "profile auto drafts nothing for this model"
         )
+
+
+def prompt_read(monkeypatch, **options):
+    """What is written on standard error while a prompt of 3,000 tokens is read; None if nothing would be shown."""
+    written = io.StringIO()
+    monkeypatch.setattr(common, "stderr", lambda: Console(file=written, width=80, _environ={}, **options))
+    with prompt_progress() as on_prefill:
+        if on_prefill is None:
+            return None
+        for read in (0, 1024, 2048, 3000):
+            on_prefill(read, 3000)
+        return written.getvalue()
+
+
+def test_a_terminal_shows_how_far_a_prompt_is_read(monkeypatch):
+    """The line is gone, and the cursor there again, when the prompt is read."""
+    shown = prompt_read(monkeypatch, force_terminal=True)
+    assert "reading the prompt" in shown
+    assert "0/3000" in shown
+    assert shown.endswith("\x1b[1A\x1b[2K")  # one line up, and that line erased
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"force_terminal": False},
+        {"force_terminal": True, "quiet": True},
+        {"force_terminal": True, "force_interactive": False},
+    ],
+    ids=["no terminal", "quiet", "dumb terminal"],
+)
+def test_nothing_is_shown_where_it_cannot_be_erased_or_is_not_wanted(monkeypatch, options):
+    assert prompt_read(monkeypatch, **options) is None
+
+
+def test_a_bar_ends_with_a_prompt_that_is_not_read_to_its_end(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(common, "stderr", lambda: Console(file=written, width=80, force_terminal=True, _environ={}))
+    with prompt_progress() as on_prefill:
+        on_prefill(0, 3000)
+    assert written.getvalue().endswith("\x1b[1A\x1b[2K")

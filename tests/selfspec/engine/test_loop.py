@@ -17,6 +17,7 @@ from selfspec.drafters import (
     LayerSkipDrafter,
     PlainDrafter,
 )
+from selfspec.engine import engine
 from selfspec.engine.engine import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
@@ -307,3 +308,41 @@ def test_nothing_else_is_drafted_than_the_draft_vocabulary(runtime):
         drafted = [token for outcome in outcomes for token in outcome.draft.tokens]
         assert len(drafted) >= 12
         assert set(drafted) <= set(only)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3], ids=["greedy", "match"])
+@by_representatives
+def test_a_long_prompt_is_read_in_chunks_and_gives_the_same_text(runtime, make, temperature, monkeypatch):
+    """What is read is reported before the first chunk and after each; a prompt of one chunk is not reported."""
+    prompt, sampler, reports = PROMPTS[2], Sampler(temperature=temperature, seed=3 if temperature else None), []
+    expected = run(runtime, PlainDrafter(), prompt, 20, sampler=sampler)[0]
+    assert (
+        run(runtime, make(prompt), prompt, 20, sampler=sampler, on_prefill=lambda *at: reports.append(at))[0]
+        == expected
+    )
+    assert reports == []
+    monkeypatch.setattr(engine, "PROMPT_CHUNK", 3)
+    assert (
+        run(runtime, make(prompt), prompt, 20, sampler=sampler, on_prefill=lambda *at: reports.append(at))[0]
+        == expected
+    )
+    assert reports == [(0, 7), (3, 7), (6, 7), (7, 7)]
+
+
+def test_a_model_with_a_state_reads_its_prompt_in_one_pass(runtime, monkeypatch):
+    """Its later passes may go token by token; what is read is reported before and after."""
+    reports = []
+    monkeypatch.setattr(engine, "PROMPT_CHUNK", 3)
+    monkeypatch.setattr(runtime, "stateful", True)
+    run(runtime, PlainDrafter(), PROMPTS[2], 1, on_prefill=lambda *at: reports.append(at))
+    assert reports == [(0, 7), (7, 7)]
+
+
+def test_only_what_is_not_cached_is_read_in_chunks(runtime, monkeypatch):
+    monkeypatch.setattr(engine, "PROMPT_CHUNK", 3)
+    prompt, reports = PROMPTS[2], []
+    expected, _ = run(runtime, PlainDrafter(), prompt, 3, reuse=True)
+    longer = [*prompt, *expected, 5, 5, 1]
+    tokens, _ = run(runtime, PlainDrafter(), longer, 4, reuse=True, on_prefill=lambda *at: reports.append(at))
+    assert tokens == plain(runtime, longer, 4)
+    assert reports == [(9, 13), (12, 13), (13, 13)]  # the last token that a sequence emits is not cached

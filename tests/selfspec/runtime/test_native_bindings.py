@@ -20,7 +20,8 @@ from natives import LAYERS, MODELS, SINGLE, WORDS, N, bits, model_of, random_tre
 from trained import random_trained
 
 from selfspec.controllers import FixedK
-from selfspec.drafters import LayerSkipDrafter
+from selfspec.drafters import LayerSkipDrafter, PlainDrafter
+from selfspec.engine import engine
 from selfspec.models.kernels import native
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
@@ -390,6 +391,17 @@ def test_which_passes_are_native(name, monkeypatch):
     with by_rows.session(N), counted(monkeypatch) as seen:
         by_rows.forward(tokens[:, :3], 0)
         assert seen == []
+
+
+@each_dtype
+def test_a_prompt_in_chunks_has_the_bits_of_one_pass(name, monkeypatch):
+    runtime, prompt, first = both(name)[0], tokens_for(0, 4 * ROWS + 2)[0].tolist(), []
+    if not runtime._native_prefill:
+        pytest.skip("this processor multiplies the rows of a prompt by other products")
+    for chunk in (1024, ROWS + 1):
+        monkeypatch.setattr(engine, "PROMPT_CHUNK", chunk)
+        first.append(run(runtime, PlainDrafter(), prompt, 1)[1][0].step.logits)
+    assert torch.equal(*first)
 
 
 @each_model
