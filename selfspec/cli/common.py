@@ -40,7 +40,7 @@ from selfspec.profile.shipped import check_method, find_profile_file
 from selfspec.proposers.store import Store
 from selfspec.show.markup import by_source
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.draft_path import MODES, SIGNS, WORDS
+from selfspec.types.draft_path import LOW, MODES, SIGNS, WORDS
 from selfspec.types.identity import Identity
 from selfspec.types.methods import draft_model_of
 from selfspec.types.stats import Finish, Stats
@@ -57,8 +57,11 @@ def search_hint(llm: LLM) -> str:
     """Return the line that says how a model drafts without a profile, and how to search for one."""
     assert llm.profile is not None
     path = llm.profile.path
-    more = f" ({size(llm.runtime.extra_bytes(path))} more)" if path.low_precision else ""
-    how = f"int8 weights{more} and lookup" if path.low_precision else "lookup only"
+    modes = path.modes(llm.runtime.layers)
+    weights = " and ".join(mode for mode in LOW if mode in modes)
+    head = "" if path.head in ("full", *modes) else f", the head in {path.head}"
+    more = f"{size(llm.runtime.extra_bytes(path))} more{head}" if weights else ""
+    how = f"{weights} weights ({more}) and lookup" if weights else "lookup only"
     return f"no profile known: drafting with {how}; a faster one may be found by: selfspec search --model {llm.name}"
 
 

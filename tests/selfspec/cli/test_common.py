@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 
@@ -10,9 +11,10 @@ from builtin_model import MODELLED
 from rich.console import Console
 
 from selfspec.cli import common, main
-from selfspec.cli.common import drafting_with, model_for, prompt_progress
+from selfspec.cli.common import drafting_with, model_for, prompt_progress, search_hint
+from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import find_profile_file
+from selfspec.profile.shipped import find_profile_file, quantized_profile
 from selfspec.types.controller import ControllerSpec
 
 ARGUMENTS = {"generate": ["x"], "train": ["eagle"], "convert": ["."], "index": ["."]}
@@ -35,6 +37,27 @@ def test_the_model_is_the_profiles_unless_one_is_named():
     profile = find_profile_file("stdlib-llama-3.7m")
     assert model_for(None, profile) == "builtin"
     assert model_for("builtin", find_profile_file("llama-2-13b-swift-cnndm")) == "builtin"
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafting"),
+    [
+        ("int8", "drafting with int8 weights (1.23 MB more) and lookup;"),
+        ("int4", "drafting with int4 weights (1.23 MB more, the head in int8) and lookup;"),
+        (None, "drafting with lookup only;"),
+    ],
+)
+def test_the_hint_names_the_weights_that_drafts_read(llm, monkeypatch, mode, drafting):
+    """On a GPU the default profile has linears in int4 and the head in int8."""
+    draft = LookupSpec()
+    if mode is not None:
+        draft = quantized_profile(llm.identity, mode, head="int8", drafted=4).draft
+    hinted = copy.copy(llm)
+    hinted.profile = Profile(model=llm.identity, draft=draft)
+    monkeypatch.setattr(llm.runtime, "extra_bytes", lambda path: 1_230_000)
+    assert search_hint(hinted) == (
+        f"no profile known: {drafting} a faster one may be found by: selfspec search --model builtin"
+    )
 
 
 def test_where_drafts_come_from(llm):
