@@ -89,12 +89,14 @@ def _gpu(device: Any) -> dict[str, Any]:
 def model_memory(name: str) -> dict[str, Any]:
     """Return a model's parameters and the bytes of its weights by type, and of its KV cache, in float32.
 
-    The weights are not read: the model is built from its configuration, without values. The KV cache's bytes are None
-    for a model outside `FAMILIES`, whose cache may hold other things. Raises `SelfspecError`.
+    The weights are not read: the model is built from its configuration, without values. The bytes of the KV cache, and
+    of the int8 copies of it that quantised drafts read with native passes, are None for a model outside `FAMILIES`,
+    whose cache may hold other things. Raises `SelfspecError`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from selfspec.llm.batch_memory import copy_bytes
     from selfspec.models.families import FAMILIES
     from selfspec.models.loading import read_identity, stored_config
 
@@ -108,7 +110,9 @@ def model_memory(name: str) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     heads = identity.heads or 1
     head = getattr(config, "head_dim", None) or (identity.hidden or 0) // heads
-    kv = 2 * identity.layers * (identity.kv_heads or heads) * head * _KV_TOKENS * 4
+    kv_heads = identity.kv_heads or heads
+    kv = 2 * identity.layers * kv_heads * head * _KV_TOKENS * 4
+    copies = copy_bytes(identity.layers, kv_heads, head) * _KV_TOKENS
     return {
         "name": name,
         "model_type": identity.model_type,
@@ -116,6 +120,7 @@ def model_memory(name: str) -> dict[str, Any]:
         "weight_bytes": {kind: round(parameters * bits / 8) for kind, bits in _BITS.items()},
         "kv_tokens": _KV_TOKENS,
         "kv_bytes": kv if identity.model_type in FAMILIES else None,
+        "kv_copy_bytes": copies if identity.model_type in FAMILIES else None,
     }
 
 
@@ -179,5 +184,8 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("model", f"{model['name']}: {model['model_type']}, {model['parameters']:,} parameters"))
         rows.append(("weights", weights))
         if model["kv_bytes"] is not None:
-            rows.append(("KV cache", f"{size(model['kv_bytes'])} for {model['kv_tokens']:,} tokens in float32"))
+            copies = f"{size(model['kv_copy_bytes'])} more for the copies that quantised drafts read"
+            rows.append(
+                ("KV cache", f"{size(model['kv_bytes'])} for {model['kv_tokens']:,} tokens in float32; {copies}")
+            )
     return rows

@@ -53,6 +53,24 @@ def reads_blocks(drafter: Drafter) -> bool:
     return True
 
 
+def int8_cache_runtimes(drafter: Drafter) -> list[Runtime]:
+    """Return the runtimes along which the drafter runs native quantised passes, each once.
+
+    If the cache of such a runtime is static, these passes read int8 copies of its keys and values.
+    """
+    members = [
+        member
+        for inner in _inside(drafter)
+        for member in (inner.drafters if isinstance(inner, MergedDrafter) else (inner,))
+    ]
+    runtimes = [
+        member.runtime
+        for member in members
+        if isinstance(member, LayerSkipDrafter) and member.native and member.path.low_precision
+    ]
+    return list({id(runtime): runtime for runtime in runtimes}.values())
+
+
 def _inside(drafter: Drafter) -> Iterator[Drafter]:
     """Yield the drafter and the drafters inside routers and guards."""
     yield drafter

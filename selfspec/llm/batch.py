@@ -13,11 +13,17 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import clock
 from selfspec.controllers import BatchDraftScheduler
 from selfspec.drafters import make_guarded
-from selfspec.drafters.batch_policy import chain_of, decide_together, reads_blocks, runtime_of
+from selfspec.drafters.batch_policy import (
+    chain_of,
+    decide_together,
+    int8_cache_runtimes,
+    reads_blocks,
+    runtime_of,
+)
 from selfspec.drafters.controlled import PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.llm.batch_costs import measure_round_costs
-from selfspec.llm.batch_memory import runtime_for, slot_bytes
+from selfspec.llm.batch_memory import copy_bytes, runtime_for, slot_bytes
 from selfspec.llm.options import Options
 from selfspec.llm.request import Model, Request, TokenLogprobs, prompt_logprobs
 from selfspec.llm.sampling_plan import Plan
@@ -347,7 +353,8 @@ def _made(
 ) -> tuple[Runtime, Drafter]:
     """Build the batch's runtime and drafter, which `make` or the profile describes.
 
-    `memory`: GiB for the KV cache of the model and, if the drafter has a draft model, of the draft model.
+    `memory`: GiB for the KV cache of the model with its int8 copies, if drafts read any, and, if the drafter has a
+    draft model, of the draft model.
     """
     profile = llm.profile
 
@@ -360,7 +367,8 @@ def _made(
     other = runtime_of(probe)
     draft_slot_bytes = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
     blocks = reads_blocks(probe) and (not draft_slot_bytes or (other is not None and other.native))
-    runtime = runtime_for(
-        llm.runtime, rows=rows, memory=memory, longest=longest, extra_slot_bytes=draft_slot_bytes, blocks=blocks
-    )
+    copied = [] if blocks else int8_cache_runtimes(probe)
+    sizes = [(own.layers, own.skeleton.sizes.kv_heads, own.skeleton.sizes.head_dim) for own in copied]
+    extra = draft_slot_bytes + sum(copy_bytes(*each) for each in sizes)
+    runtime = runtime_for(llm.runtime, rows=rows, memory=memory, longest=longest, extra_slot_bytes=extra, blocks=blocks)
     return runtime, drafter_on(runtime)

@@ -9,6 +9,7 @@ import torch
 
 from selfspec.basics.errors import SelfspecError, short
 from selfspec.runtime.base import Runtime
+from selfspec.runtime.cache import slot_copy_bytes
 from selfspec.runtime.paged import BLOCK
 from selfspec.types.methods import WIDEST_DRAFT
 
@@ -19,9 +20,14 @@ GIB = 2**30
 
 
 def slot_bytes(runtime: Runtime) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
+    """Return the bytes of one token's keys and values in all layers, without their int8 copies."""
     s = runtime.skeleton.sizes
     return 2 * runtime.layers * s.kv_heads * s.head_dim * s.dtype.itemsize
+
+
+def copy_bytes(layers: int, kv_heads: int, head_dim: int) -> int:
+    """Return the bytes of the int8 copies of one token's keys and values in all layers, which drafts may read."""
+    return layers * slot_copy_bytes(kv_heads, head_dim)
 
 
 def runtime_for(
@@ -38,8 +44,8 @@ def runtime_for(
     The cache is paged if the runtime runs native passes and `blocks` is true, else it has `rows` contiguous rows of
     equal length, or fewer rows if memory is short. `memory`: GiB for the cache (None: see `Batch`). `longest`: tokens
     of the longest sequence; by default the context length if the cache is paged, else at most `USUAL`.
-    `extra_slot_bytes`: further bytes for each token, for a draft model's keys and values. Raises `SelfspecError`
-    if there is not enough memory for one row.
+    `extra_slot_bytes`: further bytes for each token, for a draft model's keys and values, or for int8 copies. Raises
+    `SelfspecError` if there is not enough memory for one row.
     """
     if rows < 1:
         raise SelfspecError(f"rows {rows}: expected at least 1")

@@ -411,8 +411,9 @@ def load(
     `profile`: `auto` (a shipped profile measured on the same weights, unless decoding with it was slower than without
     drafts; the `default_profile` if none was measured), `none`, a file, the name of a shipped profile, or a `Profile`.
     `extra_memory`: the largest memory of the default profile's draft weights, as a share of the model's bytes; 0: no
-    draft weights. `device`: one device, or a `DeviceMap` for a model larger than one device. `dtype`: `auto` is float32
-    on a CPU, else the checkpoint's dtype.
+    draft weights. The int8 copies of keys and values that quantised drafts read have what the weights leave of it: for
+    longer texts drafts read the full cache. `device`: one device, or a `DeviceMap` for a model larger than one device.
+    `dtype`: `auto` is float32 on a CPU, else the checkpoint's dtype.
 
     `layout`: the weight layout, see `layout.apply_layout_`; `auto` is the layout measured as fastest on this machine.
     `drafting`: whether `auto` chooses the fastest layout for drafting or for decoding without drafts;
@@ -435,6 +436,7 @@ def load(
     loaded = load_adapters(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen, default = resolve_profile(named, loaded, identity, method=method, extra_memory=extra_memory)
+    budget = extra_memory * weight_bytes(loaded) if default and extra_memory is not None else None
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
     low = chosen is not None and any(alternative.path.low_precision for alternative in chosen.alternatives)
     plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
@@ -443,6 +445,8 @@ def load(
     )
     llm = LLM(loaded, tokenizer, name=model, profile=with_lookup_files(chosen, identity, store, answers))
     llm.layout, llm.plain_layout, llm.has_default_profile = layout, plain, default
+    if budget is not None and llm.profile is not None:
+        llm.runtime.max_copy_bytes = budget - llm.runtime.extra_bytes(llm.profile.path)
     draft = "none" if llm.profile is None else llm.profile.draft.summary
     _log.info("%s: layout %s, dtype %s, drafts: %s", llm.name, layout, llm.runtime.dtype, draft)
     return llm

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import CrossVocabularyDrafter, Guard, LayerSkipDrafter, MergedDrafter, ModelDrafter, Router
+from selfspec.drafters.batch_policy import int8_cache_runtimes
 from selfspec.drafters.head_drafter import HeadDrafter
 from selfspec.llm.default_profile import resolve_profile
 from selfspec.llm.llm import LLM, wrap
@@ -178,15 +179,21 @@ def _copy_of(model: Any) -> Any:
 def extra_drafter_bytes(drafter: Drafter, runtime: Runtime) -> int:
     """Return the bytes that a drafter takes: quantised weights, draft heads, and a draft model with its KV cache.
 
-    `runtime`: the target's runtime. Of a `Router`, the drafter that takes the most memory counts.
+    The int8 copies of keys and values that its drafts have read count too. `runtime`: the target's runtime. Of a
+    `Router`, the drafter that takes the most memory counts.
     """
+    copies = sum(own.cache.copy_bytes for own in int8_cache_runtimes(drafter))
+    return _bytes_without_copies(drafter, runtime) + copies
+
+
+def _bytes_without_copies(drafter: Drafter, runtime: Runtime) -> int:
     match drafter:
         case Guard():
-            return extra_drafter_bytes(drafter.drafter, runtime)
+            return _bytes_without_copies(drafter.drafter, runtime)
         case Router():
-            return max(extra_drafter_bytes(route.drafter, runtime) for route in drafter.routes)
+            return max(_bytes_without_copies(route.drafter, runtime) for route in drafter.routes)
         case MergedDrafter():
-            return sum(extra_drafter_bytes(member, runtime) for member in drafter.drafters)
+            return sum(_bytes_without_copies(member, runtime) for member in drafter.drafters)
         case ModelDrafter() | CrossVocabularyDrafter():
             own = drafter.runtime
             return weight_bytes(own.model) + own.cache.bytes + own.extra_bytes(drafter.path)

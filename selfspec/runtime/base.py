@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,11 +41,12 @@ class Wanted(NamedTuple):
 class Runtime(ABC):
     """A `transformers` model with a KV cache, ready to run in full or along draft paths.
 
-    `rows`: the number of sequences that the cache holds. `trees`: whether drafts may be token trees.
-    `stateful`: whether any layer has a state that cannot be cropped, such as a recurrent layer's.
-    `supports_trained`: whether draft paths may use trained weights. `native`: whether full passes of any length are
-    native. `pool`: the block tables of a paged cache, or None. `skeleton`: the model's sizes, identity and modules, as
-    far as they are known.
+    `rows`: the number of sequences that the cache holds. `trees`: whether drafts may be token trees. `stateful`:
+    whether any layer has a state that cannot be cropped, such as a recurrent layer's. `supports_trained`: whether draft
+    paths may use trained weights. `native`: whether full passes of any length are native. `pool`: the block tables of a
+    paged cache, or None. `max_copy_bytes`: the most memory of a static cache's int8 copies, which native quantised
+    drafts read; where they take more, drafts read the full cache. `skeleton`: the model's sizes, identity and modules,
+    as far as they are known.
 
     A subclass sets `model`, `layers`, `device`, `dtype`, `skeleton` and `_paths`, and then calls `_reset`.
     """
@@ -60,6 +62,7 @@ class Runtime(ABC):
     supports_trained = True
     native = False
     pool: BlockTables | None
+    max_copy_bytes = math.inf
     cache: Cache | PagedCache
     turn_lock: TurnLock
     _paths: PathCache

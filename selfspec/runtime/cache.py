@@ -6,6 +6,7 @@ copies of keys and values, as in QuantSpec (arXiv 2502.10424).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import ClassVar, NamedTuple
@@ -49,6 +50,11 @@ class CacheRows:
         known = self.known(row)
         pairs = enumerate(zip(known, tokens, strict=False))
         return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(known), len(tokens)))
+
+    @property
+    def copy_bytes(self) -> int:
+        """Size of the int8 copies of keys and values in bytes: 0 if the cache has none."""
+        return 0
 
     def written(self, rows: slice, slots: int | Tensor) -> None:
         """Note that keys and values of these rows are about to be written, from the first of `slots` on."""
@@ -110,6 +116,17 @@ class Int8Copies:
         """Size in bytes."""
         return self.keys.nbytes + self.values.nbytes + self.scales.nbytes
 
+    @classmethod
+    def size(cls, values: Tensor) -> int:
+        """Return the bytes that the copies of a cache with these values take."""
+        layers, rows, heads, slots, d = values.shape
+        return -(-slots // cls.BLOCK) * cls.BLOCK * layers * rows * slot_copy_bytes(heads, d)
+
+
+def slot_copy_bytes(kv_heads: int, head_dim: int) -> int:
+    """Return the bytes of the int8 copies of one slot's keys and values in one layer, with their float32 scales."""
+    return kv_heads * (2 * head_dim + 8)
+
 
 class KVShape(NamedTuple):
     """The number of KV heads of a layer, and the sizes of a head's keys and values."""
@@ -128,7 +145,8 @@ class Cache(CacheRows):
     With `keys_transposed`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all
     keys fastest in this layout.
 
-    `track_positions`: whether to keep `positions`, see `CacheRows`.
+    `track_positions`: whether to keep `positions`, see `CacheRows`. `max_copy_bytes`: the most memory of int8 copies;
+    where they take more there are none.
     """
 
     def __init__(
@@ -175,6 +193,7 @@ class Cache(CacheRows):
         slot_numbers = torch.arange(slots + _SPARE, device=devices[0] if devices else None)
         self.positions = slot_numbers.repeat(rows, 1) if track_positions else None
         self.on_move: Callable[[Move], None] | None = None  # callback before each move within the cache
+        self.max_copy_bytes = math.inf
         self._copies: Int8Copies | None = None
 
     @property
@@ -191,15 +210,23 @@ class Cache(CacheRows):
 
     @property
     def bytes(self) -> int:
-        """Size of the keys and values in bytes, with that of int8 copies."""
-        copies = 0 if self._copies is None else self._copies.bytes
-        return copies + sum(int(t.nbytes) for t in (*self.keys, *self.values))
+        """Size of the keys and values in bytes, without that of int8 copies."""
+        return sum(int(t.nbytes) for t in (*self.keys, *self.values))
 
     @property
-    def copies(self) -> Int8Copies:
-        """The int8 copies, made at the first use. Only for transposed keys on the CPU."""
-        if self._copies is None:
-            self._copies = Int8Copies(self._buffers[0][1])
+    def copy_bytes(self) -> int:
+        """Size of the int8 copies that have been made, in bytes."""
+        return 0 if self._copies is None else self._copies.bytes
+
+    @property
+    def copies(self) -> Int8Copies | None:
+        """The int8 copies, made at the first use; None if they take more than `max_copy_bytes`.
+
+        Only for transposed keys on the CPU.
+        """
+        values = self._buffers[0][1]
+        if self._copies is None and Int8Copies.size(values) <= self.max_copy_bytes:
+            self._copies = Int8Copies(values)
         return self._copies
 
     def written(self, rows: slice, slots: int | Tensor) -> None:

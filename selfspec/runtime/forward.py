@@ -136,6 +136,7 @@ class LeanRuntime(Runtime):
         self._native = NativeRunner(self.skeleton, self.cache, attention_specs) if self._keys_transposed else None
         self._eager = self._graphs = self._rounds = None
         if isinstance(self.cache, Cache):
+            self.cache.max_copy_bytes = self.max_copy_bytes
             self._eager = EagerRunner(
                 self.skeleton,
                 self.cache,
@@ -202,8 +203,10 @@ class LeanRuntime(Runtime):
         draft several times as long.
         """
         assert isinstance(path, LeanPath)
-        reads_copies = self._native is not None and path.native is not None and path.int8_cache and self.pool is None
-        if reads_copies and COPIED <= start < min(self.cache.slots, self.skeleton.context):
+        cache = self.cache
+        reads_copies = self._native is not None and path.native is not None and path.int8_cache
+        long = COPIED <= start < min(cache.slots, self.skeleton.context)
+        if reads_copies and long and isinstance(cache, Cache) and cache.copies is not None:
             self.forward_drafts([PlacedDraft(row, 0, start)], path=path, logits=False)
             return
         end = start + WARM_ROWS

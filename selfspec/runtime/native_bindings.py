@@ -129,11 +129,10 @@ class NativeBatch:
     def _round(self, segment: Segment, row: int, first: int, int8_cache: bool) -> None:
         """Set whether attention reads int8 copies, and which slots are rounded: `first` is the first one written."""
         place = self.slots_struct
-        place.rounded = int8_cache and isinstance(self._cache, Cache)
-        if not place.rounded:
+        copies = self._cache.copies if int8_cache and isinstance(self._cache, Cache) else None
+        place.rounded = copies is not None
+        if copies is None:
             return
-        assert isinstance(self._cache, Cache)
-        copies = self._cache.copies
         if copies is not self._copies:
             self._copies = copies
             for struct in (self._row_struct, self._drafts_struct):

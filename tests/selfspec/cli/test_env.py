@@ -64,6 +64,7 @@ def test_the_memory_of_a_model(cli):
     assert found["weight_bytes"]["int8"] == parameters
     wide = config.num_key_value_heads * config.head_dim
     assert found["kv_bytes"] == 2 * config.num_hidden_layers * wide * 2048 * 4
+    assert found["kv_copy_bytes"] == config.num_hidden_layers * 2048 * (2 * wide + 8 * config.num_key_value_heads)
     code, out, _ = cli("env", "-m", "m")
     assert code == 0
     assert f"m: llama, {parameters:,} parameters" in out

@@ -11,11 +11,13 @@ from layouts import needs_native
 import selfspec
 from selfspec import builtin
 from selfspec.controllers import FixedK
-from selfspec.drafters import LayerSkipDrafter, ModelDrafter
+from selfspec.drafters import LayerSkipDrafter, MergedDrafter, ModelDrafter
 from selfspec.engine.block_scheduler import PagedAllocator
+from selfspec.llm import batch as batch_module
 from selfspec.llm.batch import Batch
-from selfspec.llm.batch_memory import slot_bytes
+from selfspec.llm.batch_memory import copy_bytes, runtime_for, slot_bytes
 from selfspec.llm.options import Options
+from selfspec.runtime.cache import Int8Copies
 from selfspec.runtime.paged import BLOCK
 from selfspec.types.draft_path import DraftPath, SkipSet
 
@@ -52,6 +54,37 @@ def test_each_gives_what_it_gives_alone(llm, how, blocks):
     assert [request.tokens for request in requests] == [llm.run(prompt, how).tokens for prompt in PROMPTS]
     if how is GREEDY:  # the others end too early to need more
         assert (batch.counters.evicted > 0) == (blocks is not None)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "merges", "copied"), [(True, False, False), (True, True, True), (False, True, False)]
+)
+def test_a_cache_without_blocks_counts_the_copies_that_drafts_read(llm, monkeypatch, quantised, merges, copied):
+    """Drafts merged to a tree read no blocks, and so read int8 copies of keys and values if they are quantised."""
+    options = {}
+
+    def make(runtime):
+        drafter = LayerSkipDrafter(runtime, LOW if quantised else LOW.skip, FixedK(3))
+        return MergedDrafter([drafter]) if merges else drafter
+
+    def recorded(*args, **given):
+        options.update(given)
+        return runtime_for(*args, **given)
+
+    monkeypatch.setattr(batch_module, "runtime_for", recorded)
+    with Batch(llm, rows=2, memory=0.05, make=make) as batch:
+        batch.add(PROMPTS[0], GREEDY)
+        while not batch.idle:
+            batch.step()
+        cache = batch._runtime.cache
+    sizes = llm.runtime.skeleton.sizes
+    each = copy_bytes(llm.runtime.layers, sizes.kv_heads, sizes.head_dim) if copied else 0
+    assert (options["blocks"], options["extra_slot_bytes"]) == (not merges, each)
+    if copied:
+        _, slots = cache.blocks_of(0)
+        assert cache.copy_bytes == each * 2 * -(-slots // Int8Copies.BLOCK) * Int8Copies.BLOCK
+    else:
+        assert cache.copy_bytes == 0
 
 
 def test_beginnings_are_shared_while_they_last_and_after(llm):

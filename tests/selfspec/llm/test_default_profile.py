@@ -51,6 +51,18 @@ def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
 
 
 @needs_native
+def test_copies_of_keys_and_values_have_what_the_weights_leave_of_the_memory(folder):
+    plain = selfspec.load(folder, dtype="float32")
+    assert plain.runtime.max_copy_bytes == float("inf")
+    weights, of_drafts = weight_bytes(plain.model), plain.runtime.extra_bytes(plain.profile.path)
+    llm = selfspec.load(folder, dtype="float32", extra_memory=(of_drafts + 1000) / weights)
+    assert llm.profile.path.low_precision
+    assert llm.runtime.max_copy_bytes == pytest.approx(1000)
+    assert llm.generate("def main(", max_new_tokens=40).tokens == plain.generate("def main(", max_new_tokens=40).tokens
+    assert selfspec.load(folder, dtype="float32", extra_memory=0).runtime.max_copy_bytes == 0
+
+
+@needs_native
 def test_a_model_that_runs_by_its_own_forward_drafts_too(tmp_path):
     tiny(GemmaConfig(**SIZES | {"vocab_size": 4096}, head_dim=8), dtype=torch.float32).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from dataclasses import replace
+from functools import cache as cached
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from models import threads
 from natives import LAYERS, MODELS, model_of, random_tree, tokens_for
 
 from selfspec.runtime.base import Runtime
+from selfspec.runtime.cache import Int8Copies
 from selfspec.runtime.forward import COPIED, LeanRuntime
 from selfspec.speculation.drafts import NO_DRAFT
 from selfspec.speculation.tree_batch import PlacedDraft
@@ -25,7 +27,7 @@ LOW = DraftPath.from_modes(["int8"] * 2 * LAYERS, head="int8")
 N = 700
 
 
-@cache
+@cached
 def runtime_of(name: str) -> Runtime:
     return LeanRuntime(model_of(name, max_position_embeddings=N), rows=2)
 
@@ -50,6 +52,24 @@ def test_copies_are_near_what_they_copy(name):
             theirs = copies.values[layer, 1].flatten(1, 2)[:, :90].float() * scales[1].unsqueeze(-1)
             for full, copy in ((keys, mine), (values, theirs)):
                 assert ((full - copy).abs() <= full.abs().amax(-1, keepdim=True) / 253).all()
+
+
+def test_where_copies_take_too_much_memory_drafts_read_the_full_cache():
+    runtime, tokens = runtime_of("llama").with_new_cache(rows=2), tokens_for(0, 90)
+    full = replace(runtime.compile(LOW), int8_cache=False)
+    runtime.max_copy_bytes = 0
+    with runtime.session(90):
+        runtime.forward(tokens[:, :80], 0, logits=None, rows=slice(1, 2))
+        of_full = runtime.forward(tokens[:, 80:], 80, path=full, rows=slice(1, 2)).logits
+        cache = runtime.cache
+        needed = Int8Copies.size(torch.stack(cache.values))
+        for limit in (0, needed - 1):
+            cache.max_copy_bytes = limit
+            assert torch.equal(drafted(runtime, tokens[:, 80:], 80, 1), of_full)
+            assert (cache.copies, cache.copy_bytes) == (None, 0)
+        cache.max_copy_bytes = needed
+        assert not torch.equal(drafted(runtime, tokens[:, 80:], 80, 1), of_full)
+        assert cache.copy_bytes == cache.copies.bytes == needed
 
 
 @settings(max_examples=examples(40))
