@@ -862,6 +862,14 @@ static void place_head(const Pass &p, const Layer &layer, const Place &place, in
     }
 }
 
+// Outputs `from` to `to` of rows, and those `apart` further. Rows that are quantised for the product are quantised once.
+static void multiply_twice(const Weight &w, int64_t from, int64_t to, int64_t apart, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows) {
+    if (w.kind == INT8 && rows <= MOST_AT_ONCE) return quantized<INT8>(w, from, to, x, ldx, y, ldy, rows, false, apart);
+    if (w.kind == INT4 && rows <= MOST_AT_ONCE) return quantized<INT4>(w, from, to, x, ldx, y, ldy, rows, false, apart);
+    multiply(w, from, to, x, ldx, y, ldy, rows, false);
+    multiply(w, apart + from, apart + to, x, ldx, y, ldy, rows, false);
+}
+
 // Adds a sub-layer's product with rows x [n, in] to the stream; `out` [n, hidden]: where it is kept before.
 template <typename T>
 static void add_product(const SubLayer &part, const float *x, float *stream, float *out, int64_t n, int64_t D, const Team &team) {
@@ -925,8 +933,10 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
                 const int64_t I = layer.mlp.onto->in, from = team.share(I, 16), to = team.end(I, 16);
                 float *const first = layer.gated ? gate_up : activated;
                 const int64_t ld = layer.gated ? 2 * I : I;
-                multiply(*layer.mlp.into, from, to, x, D, first, ld, n, false);
-                if (layer.gated) multiply(*layer.mlp.into, I + from, I + to, x, D, first, ld, n, false);
+                if (layer.gated)
+                    multiply_twice(*layer.mlp.into, from, to, I, x, D, first, ld, n);
+                else
+                    multiply(*layer.mlp.into, from, to, x, D, first, ld, n, false);
                 for (int64_t r = 0; r < n; r++)
                     for (int64_t k = from; k < to; k += V) {
                         const floats y = activated_by(layer.activation, at(first + r * ld + k));

@@ -201,8 +201,9 @@ INLINE void tiles_of(int64_t rows, const Weight &w, int64_t tile, int64_t from, 
     }
 }
 
+// Writes outputs `from` to `to` of rows [rows, in], and those `apart` further, unless that is 0, from the same quantised rows.
 template <int K>
-static void quantized(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+static void quantized(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add, int64_t apart = 0) {
     if (from >= to) return;
     static thread_local Kept kept;
     const int64_t blocks = (w.in + BLOCK - 1) / BLOCK, wide = blocks * BLOCK, groups = K == INT4 ? w.in >> w.group : 0;
@@ -212,14 +213,15 @@ static void quantized(const Weight &w, int64_t from, int64_t to, const float *x,
     in.start = (int32_t *)(in.sum + rows * groups);
     quantize_rows<K>(w, x, ldx, rows, in);
     const int64_t times = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    for (int64_t tile = from / TILE, tiles; tile * TILE < to; tile += tiles) {
-        tiles = (tile + TILES_AT_ONCE) * TILE <= to ? TILES_AT_ONCE : 1;
-        for (int64_t i = 0; i < times; i++) {  // the tiles' weights stay near
-            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
-            const auto multiplied = tiles == 1 ? tiles_of<K, ROWS_AT_ONCE, 1> : tiles_of<K, ROWS_AT_ONCE, TILES_AT_ONCE>;
-            multiplied(n, w, tile, from, to, in, first, y + first * ldy, ldy, add);
+    for (int64_t range = 0; range < (apart ? 2 : 1); range++, from += apart, to += apart)
+        for (int64_t tile = from / TILE, tiles; tile * TILE < to; tile += tiles) {
+            tiles = (tile + TILES_AT_ONCE) * TILE <= to ? TILES_AT_ONCE : 1;
+            for (int64_t i = 0; i < times; i++) {  // the tiles' weights stay near
+                const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
+                const auto multiplied = tiles == 1 ? tiles_of<K, ROWS_AT_ONCE, 1> : tiles_of<K, ROWS_AT_ONCE, TILES_AT_ONCE>;
+                multiplied(n, w, tile, from, to, in, first, y + first * ldy, ldy, add);
+            }
         }
-    }
 }
 
 // The nearest integers of numbers below 2^22.
