@@ -26,7 +26,7 @@ from selfspec.llm.sampling_plan import Plan, new_tokens, plan, with_deadline
 from selfspec.llm.stream import Generation, Stream
 from selfspec.models.adapters import Adapters, load_adapters
 from selfspec.models.half_storage import held_dtypes
-from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, weight_bytes
+from selfspec.models.layout import apply_layout_, check_layout, choose, layout_times, takes_native, weight_bytes
 from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
 from selfspec.profile.draft_spec import LayerSkipSpec
@@ -432,17 +432,20 @@ def load(
     if answers is not None:
         check_answers(answers)
     named = named_profile(profile)
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel)
+    hold = not adapters and (layout == "native" or (layout == "auto" and takes_native()))
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype, parallel=tensor_parallel, hold=hold)
     loaded = load_adapters(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen, default = resolve_profile(named, loaded, identity, method=method, extra_memory=extra_memory)
     budget = extra_memory * weight_bytes(loaded) if default and extra_memory is not None else None
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
     low = chosen is not None and any(alternative.path.low_precision for alternative in chosen.alternatives)
-    plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
-    layout = apply_layout_(
-        loaded, layout, drafting=drafting, quantized_drafts=low if quantized_drafts is None else quantized_drafts
-    )
+    if hold and held_dtypes(loaded) is not None:
+        plain = layout = "native"
+    else:
+        plain = choose(layout_times(loaded), drafting=False) if layout == "auto" else layout
+        quantized = low if quantized_drafts is None else quantized_drafts
+        layout = apply_layout_(loaded, layout, drafting=drafting, quantized_drafts=quantized)
     llm = LLM(loaded, tokenizer, name=model, profile=with_lookup_files(chosen, identity, store, answers))
     llm.layout, llm.plain_layout, llm.has_default_profile = layout, plain, default
     if budget is not None and llm.profile is not None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from selfspec.models.families import is_lean, parts_of
 from selfspec.models.families.base import Parts
 from selfspec.models.linears import Call, Group, is_exact, is_plain
 from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
@@ -135,12 +136,12 @@ def _fits_float16(weight: Tensor) -> bool:
 
 
 def halved(weights: Sequence[Tensor], dtype: torch.dtype) -> HalfWeight:
-    """Return the joined rows of float32 weights in `dtype`, in which they must be exact (`half_of`)."""
+    """Return the joined rows of weights in `dtype`: of that dtype, or float32 weights exact in it (`half_of`)."""
     values = torch.empty(sum(map(len, weights)), weights[0].shape[1], dtype=dtype)
     start = 0
     for chunk in _chunks(weights):
         part = values[start : start + len(chunk)]
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16 and chunk.dtype == torch.float32:
             part.view(torch.int16).copy_(chunk.contiguous().view(torch.int32) >> 16)  # rounding would change a nan
         else:
             part.copy_(chunk)
@@ -164,40 +165,75 @@ def _nativise_in_(group: Group, dtype: torch.dtype | None) -> None:
         for name in group.names:
             _nativise_in_(Group(group.parent, (name,)), dtype)
     else:
-        bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
+        bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules]).float()
         fused, start = HalfProduct(halved([module.weight for module in modules], dtype), bias), 0
         for name, module in zip(group.names, modules, strict=True):
             setattr(group.parent, name, HalfLinear(fused, start, module))
             start += module.out_features
 
 
+def _is_exact_embedding(embedding: Any) -> bool:
+    """Return whether a plain embedding returns rows of its weight, or its `embed_scale` times these."""
+    # `embed_scale` is of a class that only multiplies what `nn.Embedding` returns.
+    scale = isinstance(getattr(embedding, "embed_scale", None), Tensor)
+    scaled = scale and type(embedding).__name__.endswith("ScaledWordEmbedding")
+    return (type(embedding) is nn.Embedding or scaled) and is_plain(embedding) and embedding.max_norm is None
+
+
 @torch.no_grad()
-def nativise_model_(model: Any, parts: Parts) -> None:
-    """Replace all plain linears of a model by native ones, and its embedding, which may be tied to the head.
+def nativise_model_(model: Any, parts: Parts, *, held: torch.dtype | None = None) -> None:
+    """Replace all plain linears of a float32 model by native ones, and its embedding, which may be tied to the head.
 
     Weights are stored in 16 bits where that is exact; a head tied to an embedding that has to stay float32 is too.
+    `held`: the 16-bit dtype of all weights, as `hold_` requires them (None: the weights are float32).
     """
     embedding, head = parts.embedding, parts.head
-    scale = getattr(embedding, "embed_scale", None)  # of a class that only multiplies what `nn.Embedding` returns
-    scaled = type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, Tensor)
-    exact = (type(embedding) is nn.Embedding or scaled) and is_plain(embedding) and embedding.max_norm is None
+    exact = _is_exact_embedding(embedding)
     tied = getattr(embedding, "weight", None) is head.module.weight
-    dtype = half_of([embedding.weight]) if exact else None
+    dtype = (held or half_of([embedding.weight])) if exact else None
     for group in parts.groups():
         if all(map(is_exact, group.modules)):
-            nativise_exactly_(group)
+            _nativise_in_(group, held or half_of([module.weight for module in group.modules]))
     if is_exact(head.module):
-        if tied:
-            _nativise_in_(head, dtype)
-        else:
-            nativise_exactly_(head)
+        _nativise_in_(head, dtype if tied else held or half_of([head.module.weight]))
     if dtype is not None:
         shared = head.module.blocks if tied and isinstance(head.module, HalfLinear) else None
+        scale = getattr(embedding, "embed_scale", None)
         model.set_input_embeddings(StoredEmbedding(shared or halved([embedding.weight], dtype), scale))
     save_tied_once(model)
     for parameter in model.parameters() if held_dtypes(model) else ():
         if parameter.ndim == 1:  # a norm that would keep the whole checkpoint mapped
             parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def hold_(model: Any) -> bool:
+    """Make a model loaded in 16 bits the float32 model that holds these weights, in layout `native`.
+
+    It is the model that loading in float32 and `nativise_model_` give, but no weight is ever stored in float32, so that
+    loading takes half the memory. Returns False, and changes nothing, for a model that this is not possible for: one
+    outside `FAMILIES` or not on the CPU, with weights in several dtypes, or with buffers that loading rounded, other
+    than the factor of an embedding, of which Gemma 3 keeps the exact value too.
+    """
+    if not is_lean(model):
+        return False
+    parts, parameters = parts_of(model), list(model.parameters())
+    dtypes = {parameter.dtype for parameter in parameters}
+    modules = [module for group in (*parts.groups(), parts.head) for module in group.modules]
+    if len(dtypes) > 1 or not dtypes <= set(HALVES) or any(p.device.type != "cpu" for p in parameters):
+        return False
+    if not all(map(is_exact, modules)) or not _is_exact_embedding(embedding := parts.embedding):
+        return False
+    rounded, factor = [b for b in model.buffers() if b.dtype in HALVES], getattr(embedding, "scalar_embed_scale", None)
+    if rounded and (factor is None or any(b is not embedding.embed_scale for b in rounded)):
+        return False
+    if rounded:
+        embedding.embed_scale = torch.tensor(factor)
+    nativise_model_(model, parts, held=dtypes.pop())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    model.config.dtype = torch.float32
+    return True
 
 
 def held_dtypes(model: Any) -> str | None:

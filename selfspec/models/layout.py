@@ -157,6 +157,11 @@ def _packable(parts: Parts) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
 
 
+def takes_native() -> bool:
+    """Return whether `auto` is layout `native` for each model that can have it, without timing."""
+    return _UNTIMED and available()
+
+
 def layout_times(model: Any) -> Times:
     """Return `measure_layouts(model)`, cached; empty if the model can have neither layout `onednn` nor `native`.
 
@@ -168,7 +173,7 @@ def layout_times(model: Any) -> Times:
     parts = parts_of(model)
     if not _plain(parts) or not (available() or _packable(parts)):
         return {}
-    if _UNTIMED and available():
+    if takes_native():
         return {"native": dict.fromkeys(WIDTHS, 0.0)}
     path = _path(parts)
     times = _sound(read_cached(path))

@@ -155,14 +155,21 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_model(
-    name: str, *, device: str | DeviceMap = "auto", dtype: str = "auto", parallel: bool = False
+    name: str,
+    *,
+    device: str | DeviceMap = "auto",
+    dtype: str = "auto",
+    parallel: bool = False,
+    hold: bool = False,
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer by name, through `from_pretrained`; return both.
 
     `device`: `auto` is CUDA if available, else the CPU; a `DeviceMap` spreads the model over several devices. `dtype`:
     `auto` is the checkpoint's dtype on an accelerator, and float32 on the CPU, where half precision is slower; `file`
     keeps the quantised weights of a GGUF file as they are, and all other weights in float32. `parallel`: load tensor
-    parallel over the processes of `torchrun`. Raises `SelfspecError` with the reason if loading fails.
+    parallel over the processes of `torchrun`. `hold`: lay a float32 model on the CPU out natively if its checkpoint is
+    in 16 bits, without ever storing its weights in float32 (`half_storage.hold_`); other models are loaded as without.
+    Raises `SelfspecError` with the reason if loading fails.
     """
     check_model_name(name)
     check_dtype(dtype)
@@ -173,7 +180,8 @@ def load_model(
     keep_quantized = dtype == "file"
     if keep_quantized:
         _check_kept(name, where, spread=bool(spread))
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     missing: list[str] = []
@@ -192,10 +200,8 @@ def load_model(
         elif file is not None:
             model, missing = load_dequantized(file, torch_dtype, spread)
         else:
-            model, loaded = _from_pretrained(
-                AutoModelForCausalLM, source, dtype=torch_dtype, output_loading_info=True, **spread
-            )
-            missing = sorted(loaded["missing_keys"])
+            hold = hold and not spread and where.type == "cpu" and torch_dtype == torch.float32 and _base(name) == name
+            model, missing = _load_folder(source, torch_dtype, hold=hold, options=spread)
         if _base(name) != name:
             model = merged(model, Path(name))
         model = model.eval() if spread else model.eval().to(where)
@@ -209,6 +215,26 @@ def load_model(
     if missing:
         raise SelfspecError(f"model {name} cannot be loaded: {len(missing)} weights are missing, such as {missing[0]}")
     return model, tokenizer
+
+
+def _load_folder(source: str, dtype: Any, *, hold: bool, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Load a folder or a hub id by `from_pretrained`; return the model, and the names of missing weights.
+
+    `hold`: return what `hold_` makes of the checkpoint in its own dtype, if that is possible. `options`: further
+    arguments of `from_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from selfspec.models.half_storage import hold_
+
+    for own in (True, False) if hold else (False,):
+        model, loaded = _from_pretrained(  # safetensors in their own dtype are mapped, and not read here
+            AutoModelForCausalLM, source, dtype="auto" if own else dtype, output_loading_info=True, **options
+        )
+        missing = sorted(loaded["missing_keys"])
+        if not own or (not missing and hold_(model)):
+            break
+    return model, missing
 
 
 def check_parallel(device: str | DeviceMap) -> int:

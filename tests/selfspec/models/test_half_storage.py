@@ -23,6 +23,7 @@ from selfspec.models.half_storage import (
     half_of,
     halved,
     held_dtypes,
+    hold_,
     nativise_model_,
 )
 from selfspec.models.layout import apply_layout_, weight_bytes
@@ -176,6 +177,55 @@ def test_a_held_model_has_the_bits_of_the_float32_model(dtype, name):
             mine, other, reference = (runtime.forward(ids, 0).logits for runtime in (ours, theirs, plain))
         assert torch.equal(mine, other)
         torch.testing.assert_close(mine, reference, atol=1e-3, rtol=1e-4)
+
+
+@needs_native
+@each_half
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_in_16_bits_is_held_without_a_float32_copy(dtype, name, tmp_path):
+    """It is the model that is held after loading in float32."""
+    model_in(dtype, name).to(dtype).save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    apply_layout_(expected, "native")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert hold_(model)
+    assert {type(module) for module in model.modules()} == {type(module) for module in expected.modules()}
+    assert held_dtypes(model) == str(dtype).removeprefix("torch.")
+    assert weight_bytes(model) == weight_bytes(expected)
+    assert model.config.dtype == model.dtype == torch.float32
+    theirs, ours = expected.state_dict(), model.state_dict()
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[key], value) and ours[key].dtype == value.dtype for key, value in theirs.items())
+    ids, runtimes = tokens_for(0, 30), (LeanRuntime(model), LeanRuntime(expected))
+    with runtimes[0].session(30), runtimes[1].session(30):
+        assert torch.equal(*(runtime.forward(ids, 0).logits for runtime in runtimes))
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+def _float32(model):
+    model.float()
+
+
+def _two_dtypes(model):
+    model.model.layers[0].mlp.up_proj.half()
+
+
+def _rounded_buffer(model):
+    model.register_buffer("scale", torch.ones(1, dtype=torch.bfloat16))
+
+
+def _scaled_embedding(model):
+    model.set_input_embeddings(Scaled(*model.get_input_embeddings().weight.shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("change", [_float32, _two_dtypes, _rounded_buffer, _scaled_embedding])
+def test_what_cannot_be_held_is_not_changed(change, tmp_path):
+    model_in(torch.bfloat16).bfloat16().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    change(model)
+    before = {name: (id(value), value.dtype) for name, value in model.named_parameters()}
+    assert not hold_(model)
+    assert {name: (id(value), value.dtype) for name, value in model.named_parameters()} == before
 
 
 @needs_native
