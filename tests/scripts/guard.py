@@ -4,9 +4,9 @@
 
 Over 100 and 500 tokens: a model of random weights, of which hardly a draft is right; profiles whose draft is never
 accepted, since it drafts one token that never occurs in the text, with half of the layers skipped, or with all in int8
-and lookup tokens; and a machine on which every pass takes twice as long from the middle of the text on. `free` is the
-same drafter without the guard. Other users of a machine disturb single runs by more than the guard is allowed, so the
-shortest of several runs counts, and plain decoding is compared with itself.
+or int4 and lookup tokens; and a machine on which every pass takes twice as long from the middle of the text on. `free`
+is the same drafter without the guard. Other users of a machine disturb single runs by more than the guard is allowed,
+so the shortest of several runs counts, and plain decoding is compared with itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -54,9 +55,9 @@ def never_right(llm: LLM) -> tuple[LLM, Profile]:
     return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(DraftPath(HALF, (1,)), _fixed(6)))
 
 
-def never_right_in_few_bits(llm: LLM) -> tuple[LLM, Profile]:
-    """The same of a path in int8, with lookup tokens below it."""
-    path = DraftPath.from_modes(["int8"] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
+def never_right_quantised(llm: LLM, mode: Literal["int8", "int4"]) -> tuple[LLM, Profile]:
+    """The same of a path whose sub-layers are in `mode` and the head in int8, with lookup tokens below it."""
+    path = DraftPath.from_modes([mode] * (2 * llm.runtime.layers), head="int8", vocabulary=(1,))
     return llm, Profile(model=llm.identity, draft=LayerSkipSpec.from_path(path, _fixed(6), proposers=[ProposerSpec()]))
 
 
@@ -126,7 +127,8 @@ def main() -> None:
     cases: dict[str, Callable[[LLM], tuple[LLM, Profile]]] = {
         "random weights": random_weights,
         "never right": never_right,
-        "never right, in int8": never_right_in_few_bits,
+        "never right, in int8": partial(never_right_quantised, mode="int8"),
+        "never right, in int4": partial(never_right_quantised, mode="int4"),
         "twice as slow from the middle on": slowed,
     }
     found: dict[str, Any] = {**conditions(llm.runtime), "prompts": PROMPTS, "cases": {}}
