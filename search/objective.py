@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,13 +16,14 @@ from selfspec.llm.llm import LLM
 from selfspec.measure.timing import method
 from selfspec.profile.draft_spec import ProposerSpec
 from selfspec.profile.schema import Prediction, Profile
+from selfspec.proposers.base import ProposerChain
 from selfspec.speculation.drafter import Drafter
 from selfspec.text.prompt_template import Prompt
 from selfspec.types.acceptance import PROBABILITY, AcceptanceCurve, PayoffModel
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath, SkipSet, as_path
-from selfspec.types.draft_work import Work
+from selfspec.types.draft_work import DraftCall, Work
 from selfspec.types.stats import Stats
 
 from .continuations import DecodingSettings
@@ -183,10 +184,10 @@ class ReplayObjective:
         parts: dict[float, list[Trace]] = {}
         for share in SHARES:
             drafted = self._replay.trace(path, controllers, share=share, known=drafted)
-            parts[share] = traces = self._with_lookup_tokens(drafted)
+            parts[share] = traces = self._with_lookup_tokens(path, drafted)
             if share < 1 and best is not None:
                 value = self._value(path, traces, controllers)
-                incumbent_value = self._evaluate(best.value.plan, best.traces[share], self._draft(best.path))
+                incumbent_value = self._evaluate(best.value.plan, best.traces[share], self._prices(best.path))
                 if _clearly_worse(value, incumbent_value):
                     return self._as_score(
                         path, value, best.value.speed * value.speed / incumbent_value.speed, pruned=True
@@ -196,9 +197,10 @@ class ReplayObjective:
             self._best = _Incumbent(path, parts, value)
         return self._as_score(path, value, value.speed, pruned=False)
 
-    def _with_lookup_tokens(self, traces: Sequence[Trace]) -> list[Trace]:
-        """Return the traces with the lookup tokens of the objective's proposers added."""
-        return with_lookup_tokens(self._replay, traces, self._ahead)
+    def _with_lookup_tokens(self, path: DraftPath, traces: Sequence[Trace]) -> list[Trace]:
+        """Return the traces along a path with the lookup tokens of the objective's proposers added."""
+        prices = (1.0, *self._costs.along(path).wider)
+        return with_lookup_tokens(self._replay, traces, ProposerChain(self._ahead.proposers, prices))
 
     def _in_play(self, draft: float) -> Sequence[Controller]:
         """Return the controllers to try if a draft step takes `draft` seconds."""
@@ -223,7 +225,7 @@ class ReplayObjective:
             tried = replace(path, vocabulary=tokens)
             controllers = self._in_play(self._draft(tried))
             traces = self._replay.trace(tried, controllers, share=SHARES[0])
-            speed = self._value(tried, self._with_lookup_tokens(traces), controllers).speed
+            speed = self._value(tried, self._with_lookup_tokens(tried, traces), controllers).speed
             if best is None or speed > best[0]:
                 best = speed, tried, traces
         assert best is not None
@@ -232,7 +234,7 @@ class ReplayObjective:
             return None
         controllers = self._in_play(self._draft(tried))
         value = self._value(
-            tried, self._with_lookup_tokens(self._replay.trace(tried, controllers, known=traces)), controllers
+            tried, self._with_lookup_tokens(tried, self._replay.trace(tried, controllers, known=traces)), controllers
         )
         return self._as_score(tried, value, value.speed, pruned=False)
 
@@ -244,17 +246,21 @@ class ReplayObjective:
         """
         controller = FixedK(min(ALONE, self._replay.depth))
         traces = self._replay.trace(path, [controller], share=share)
-        return self._evaluate(_Plan(controller), traces, self._draft(as_path(path))).speed * self._costs.plain
+        return self._evaluate(_Plan(controller), traces, self._prices(as_path(path))).speed * self._costs.plain
 
     def _draft(self, path: DraftPath) -> float:
         return self._costs.draft(path, self._replay.layers, vocabulary=path.share(self._replay.vocabulary))
 
+    def _prices(self, path: DraftPath) -> dict[DraftCall, float]:
+        """Return the seconds of one call of each kind of draft work along a path."""
+        return self._costs.along(path).call_costs(self._draft(path))
+
     def _value(self, path: DraftPath, traces: Sequence[Trace], controllers: Sequence[Controller]) -> _Value:
-        draft = self._draft(path)
-        without = spared(traces, self._costs)
+        prices = self._prices(path)
+        without = spared(traces, self._costs.along(path))
 
         def best(plans: Iterable[_Plan], count: int = 1) -> list[_Value]:
-            values = [self._evaluate(plan, traces, draft) for plan in plans]
+            values = [self._evaluate(plan, traces, prices) for plan in plans]
             return sorted(values, key=lambda value: value.speed, reverse=True)[:count]
 
         plan_values: list[_Value] = []
@@ -269,19 +275,19 @@ class ReplayObjective:
             payoff = PayoffModel.from_costs(
                 self._costs, path, self._replay.layers, curve, vocabulary=words, spared=without
             )
-            plan_values += [self._at_its_rate(controller, payoff, traces, draft) for controller in asking]
+            plan_values += [self._at_its_rate(controller, payoff, traces, prices) for controller in asking]
         fastest = max(plan_values, key=lambda value: value.speed)
         return replace(fastest, plan=replace(fastest.plan, spared=without))
 
     def _at_its_rate(
-        self, controller: Controller, payoff: PayoffModel, traces: Sequence[Trace], draft: float
+        self, controller: Controller, payoff: PayoffModel, traces: Sequence[Trace], prices: Mapping[DraftCall, float]
     ) -> _Value:
         """Return the value of a rate-optimal controller at the token rate that it attains itself (Dinkelbach 1967)."""
         best: _Value | None = None
         rate = 1.0
         for _ in range(DINKELBACH):
             plan = _Plan(controller.with_payoff(payoff, rate=rate), self._candidates)
-            value = self._evaluate(plan, traces, draft)
+            value = self._evaluate(plan, traces, prices)
             best = value if best is None or value.speed > best.speed else best
             before, rate = rate, max(1.0, value.speed * self._costs.plain)
             if abs(rate - before) < RATE_KNOWN:
@@ -289,9 +295,8 @@ class ReplayObjective:
         assert best is not None
         return best
 
-    def _evaluate(self, plan: _Plan, traces: Sequence[Trace], draft: float) -> _Value:
+    def _evaluate(self, plan: _Plan, traces: Sequence[Trace], prices: Mapping[DraftCall, float]) -> _Value:
         walks = walk(traces, plan.controller, candidates=plan.candidates, seeded=self._replay.seeded)
-        prices = self._costs.call_costs(draft)
         seconds = tuple(self._costs.seconds(w.rounds, prices) for w in walks)
         return _Value(plan, tuple(w.stats for w in walks), seconds)
 
@@ -324,6 +329,7 @@ def predict(replay: Replay, profile: Profile, *, trained: str | None = None) -> 
     costs = profile.costs
     if costs is None:
         raise SelfspecError("a prediction needs a profile with costs")
+    costs = costs.along(profile.path)
     described = profile.layer_skip
     controller = make_controller(described.controller, profile.payoff)
     replay.confidence = described.confidence or PROBABILITY

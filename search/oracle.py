@@ -115,7 +115,7 @@ def oracle(
     Drafts are as long as the profile's controller allows; sampled drafts are accepted by rule `block`.
     """
     texts = continue_prompts(llm, [llm.check(prompt, decoding.max_new_tokens) for prompt in prompts], decoding)
-    described = profile.layer_skip
+    described, costs = profile.layer_skip, costs.along(profile.path)
     depth = deepest([make_controller(described.controller, profile.payoff)])
     candidates = described.candidates
     with Replay(

@@ -26,7 +26,7 @@ from selfspec.profile.schema import Calibration, Measurement, Prediction, Profil
 from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel, PassCosts
-from selfspec.types.draft_path import MODES, SIGNS, WORDS, Mode
+from selfspec.types.draft_path import MODES, SIGNS, WORDS, DraftPath, Mode
 from selfspec.types.methods import MOST_ROWS
 
 LABELS = {"draft.kind": "draft", "draft.vocabulary": "drafted from", "acceptance": "accepted"}
@@ -47,7 +47,7 @@ def facts(profile: Profile) -> dict[str, list[str]]:
         "calibration": _calibration(profile.calibration) if profile.calibration else [],
         "search": _search(profile.search) if profile.search else [],
         "costs": _costs(profile.costs) if profile.costs else [],
-        "predicted": _predicted(profile.predicted, profile.costs) if profile.predicted else [],
+        "predicted": _predicted(profile.predicted, profile.costs, profile.path) if profile.predicted else [],
         "measured": [line for m in profile.measured for line in _measured(m)] or [measurement_status(profile)],
         "note": [profile.note] if profile.note else [],
         "also": [other.draft.summary for other in profile.also],
@@ -195,10 +195,10 @@ def _costs(costs: CostModel) -> list[str]:
     ]
 
 
-def _predicted(p: Prediction, costs: CostModel | None) -> list[str]:
+def _predicted(p: Prediction, costs: CostModel | None, path: DraftPath) -> list[str]:
     lines = [f"{p.speedup:g}x plain decoding, acceptance {p.acceptance_rate:.0%}"]
     if costs is not None:
-        prices = PassCosts.from_cost_model(costs, p.draft_cost * costs.plain)
+        prices = PassCosts.from_cost_model(costs.along(path), p.draft_cost * costs.plain)
         most = most_paying_sequences(prices, p.acceptance_rate, most=MOST_ROWS)
         more = " or more" if most == MOST_ROWS else ""
         lines.append(

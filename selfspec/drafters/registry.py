@@ -162,7 +162,7 @@ def make_layer_skip(runtime: Runtime, spec: LayerSkipSpec, profile: Profile) -> 
 
     Raises `SelfspecError` if the path does not fit the model.
     """
-    wider = WIDER if profile.costs is None else profile.costs.wider
+    wider = WIDER if profile.costs is None else profile.costs.along(profile.path).wider
     below = None
     if spec.below is not None:
         below = HeadBelow(_head(runtime, profile, spec.below.part), (1.0, *wider), spec.below.step)

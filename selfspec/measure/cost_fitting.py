@@ -269,7 +269,11 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
         for k in lengths
     ]
     verify = [float(x) for x in isotonic_regression([single_row, *wider_rows]).x]  # monotone in the width
-    full = _per_key(runtime, context, FULL, repeats)
+    full, rounds = _per_key(runtime, context, FULL, repeats), sweep.effort.rounds
+
+    def path_in(mode: HeadMode) -> DraftPath:
+        return DraftPath.from_modes([mode] * (2 * runtime.layers), head=mode)
+
     return CostModel(
         context=context,
         base=fit.base,
@@ -283,8 +287,12 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=prices["full"].head,
-        wider=_wider(runtime, context, path, sweep.effort.rounds),
-        low={mode: prices[mode] for mode in LOW if mode in prices},
+        wider=_wider(runtime, context, path, rounds),
+        low={
+            mode: prices[mode].model_copy(update={"wider": _wider(runtime, context, path_in(mode), rounds)})
+            for mode in LOW
+            if mode in prices
+        },
         error=None if fit.error is None else round(fit.error, 4),
     )
 

@@ -162,6 +162,7 @@ class PayoffModel:
         `vocabulary`: the share of all tokens that may be drafted. `spared`: the share of a draft step saved for each
         drafted token by lookup tokens that the draft passes check.
         """
+        costs = costs.along(path)
         rounds = ((costs.round + costs.verification(rows)) / costs.plain for rows in range(MOST_ROWS + 1))
         draft = costs.draft(path, layers, vocabulary=vocabulary) / costs.plain
         longer = costs.draft(path, layers, keys=costs.context + 1, vocabulary=vocabulary) / costs.plain

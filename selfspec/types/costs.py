@@ -22,12 +22,20 @@ WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps ov
 CHEAPER = 0.9  # a quantised mode is worth trying if it costs less than this share of full precision
 
 
+Shares = list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+
+
 class ModeCosts(Data):
-    """Seconds of a quantised attention sub-layer, MLP sub-layer and head in a draft step."""
+    """Seconds of a quantised attention sub-layer, MLP sub-layer and head in a draft step.
+
+    `wider`: the time of a draft step over 2, 3, .. tokens along a path of this mode, relative to one over one token;
+    empty: as in the cost model.
+    """
 
     attention: Seconds
     mlp: Seconds
     head: Seconds
+    wider: Shares = []
 
 
 class CostModel(Data):
@@ -40,9 +48,10 @@ class CostModel(Data):
     first takes `row_per_key` more in each attention sub-layer for every cached key beyond `context`. Every round takes
     `round` on top. `prefill` is per prompt token. `head` is the part of `base` that the language-model head over the
     whole vocabulary takes. `wider`: the time of a draft step over 2, 3, .. tokens, relative to a draft step over one
-    token. `low`: the costs of quantised sub-layers and head, by mode; a missing mode is assumed to cost as much as full
-    precision. `fastest`: the time of a plain decode step with the weight layout that suits it, if the measured layout
-    suits drafting. `error`: mean relative error of the draft step's cost on paths left out of the fit.
+    token, along paths of whose mode `low` does not say it. `low`: the costs of quantised sub-layers and head, by mode;
+    a missing mode is assumed to cost as much as full precision. `fastest`: the time of a plain decode step with the
+    weight layout that suits it, if the measured layout suits drafting. `error`: mean relative error of the draft step's
+    cost on paths left out of the fit.
     """
 
     context: Positive
@@ -57,7 +66,7 @@ class CostModel(Data):
     round: Seconds
     prefill: Seconds = 0.0
     head: Seconds = 0.0
-    wider: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = list(WIDER)
+    wider: Shares = list(WIDER)
     low: dict[LowMode, ModeCosts] = {}
     fastest: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     error: Rate | None = None
@@ -114,6 +123,15 @@ class CostModel(Data):
     def _prices(self) -> dict[Mode, ModeCosts]:
         low: dict[Mode, ModeCosts] = {mode: cost for mode, cost in self.low.items()}  # noqa: C416 (as another type)
         return {"full": self._full, **low}
+
+    def along(self, path: DraftPath | SkipSet) -> Self:
+        """Return the cost model of drafts along a path: with `wider` of the mode that most of its sub-layers run in."""
+        path, prices = as_path(path), self._prices
+        sublayers = {mode: len(getattr(path, mode).attention) + len(getattr(path, mode).mlp) for mode in self.low}
+        most = max(sublayers, key=lambda mode: sublayers[mode], default=None)
+        if most is None or not sublayers[most] or not prices[most].wider:
+            return self
+        return self.model_copy(update={"wider": prices[most].wider})
 
     def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
         """Return the time of a draft step divided by the time of a plain decode step (Leviathan et al.'s c)."""

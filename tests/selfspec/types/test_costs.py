@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from selfspec.profile.reading import parse_profile, profile_text
 from selfspec.profile.schema import Profile
 from selfspec.types.acceptance import CONTEXT_STEP, AcceptanceCurve, PayoffModel
-from selfspec.types.costs import CostModel
+from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.draft_work import DRAFT_STEP, NO_WORK, DraftCall, steps_of
 from selfspec.types.identity import Identity
@@ -58,6 +58,22 @@ def test_payoffs_at_longer_contexts_are_those_of_the_costs_there():
     assert payoff.at(costs.context + 100) is payoff
     assert payoff.at(1) is payoff
     assert PayoffModel().at(8000) == PayoffModel()
+
+
+def test_passes_over_several_tokens_cost_what_those_of_the_path_s_mode_do():
+    low = {
+        "int8": ModeCosts(attention=0.1, mlp=0.1, head=0.1, wider=[1.1, 1.2]),
+        "int4": ModeCosts(attention=0.05, mlp=0.05, head=0.05, wider=[1.2, 1.6]),
+    }
+    costs = COSTS.model_copy(update={"low": low, "wider": [1.5, 2.0]})
+    assert costs.along(DraftPath.from_modes(["int4"] * 5 + ["int8"] * 3)).passes(1.0) == (1.0, 1.2, 1.6)
+    assert costs.along(DraftPath.from_modes(["int8"] * 8)).passes(1.0) == (1.0, 1.1, 1.2)
+    assert costs.along(SkipSet((0,), (1,))) is costs
+    assert COSTS.along(DraftPath.from_modes(["int4"] * 8)) is COSTS
+    payoff = PayoffModel.from_costs(costs, DraftPath.from_modes(["int4"] * 8), 4, AcceptanceCurve())
+    assert payoff.wider == pytest.approx([payoff.draft, 1.2 * payoff.draft, 1.6 * payoff.draft])
+    without = costs.model_copy(update={"low": {"int8": ModeCosts(attention=0.1, mlp=0.1, head=0.1)}})
+    assert without.along(DraftPath.from_modes(["int8"] * 8)).wider == [1.5, 2.0]
 
 
 def test_widths_between_and_beyond_the_measured_ones():
