@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 from transformers import LogitsProcessor
@@ -13,15 +14,18 @@ from transformers import LogitsProcessor
 from selfspec.basics.files import cached_file, read_cached, write_cached
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.engine import Engine
+from selfspec.llm.batch_memory import SHARE, free_bytes, slot_bytes
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.measure.timing import same_length
 from selfspec.profile.schema import Calibration
+from selfspec.runtime.base import Runtime
 from selfspec.speculation.rules import find_rule
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.text.prompt_files import Prompts, prompts_for
 from selfspec.text.prompt_template import FileTexts, Prompt, digest
+from selfspec.types.methods import WIDEST_DRAFT
 
 from .budget import Deadline, no_deadline
 from .replay_state import TargetText
@@ -178,10 +182,11 @@ def continue_prompts(
     """Return the target's continuations of all prompts (token ids), decoded without drafts or read from the cache.
 
     The first prompt is always decoded, to check that the cached texts are those of this model; all other prompts are
-    decoded in one batch. `on_token` receives the number of decode steps done, for the first prompt and then for the
-    batch; it ends at twice `decoding.max_new_tokens`. At the `deadline` all texts end at the same length, but not
-    before `FEWEST` tokens. A cache that cannot be written is ignored; a cache that cannot be read is made again. With
-    logits processors, which cannot be identified by content, nothing is cached.
+    decoded in one batch, or in several whose KV caches take half of the free memory each. `on_token` receives the
+    number of decode steps done, for the first prompt and then for the batch; it ends at twice
+    `decoding.max_new_tokens`. At the `deadline` all texts end at the same length, but not before `FEWEST` tokens. A
+    cache that cannot be written is ignored; a cache that cannot be read is made again. With logits processors, which
+    cannot be identified by content, nothing is cached.
     """
     deadline, most = deadline or no_deadline(), decoding.max_new_tokens
     seeds = [None if decoding.temperature == 0 else seed * 65_537 + number for number in range(len(prompts))]
@@ -220,7 +225,7 @@ def _decode(
     deadline: Deadline,
     on_token: Callable[[int], None],
 ) -> tuple[list[list[int]], int]:
-    """Decode at most `max_new_tokens` tokens after each prompt in one batch.
+    """Decode at most `max_new_tokens` tokens after each prompt in one batch, or in several if memory is short.
 
     Returns the new tokens of each prompt, and the number of tokens that fit the time.
     """
@@ -228,16 +233,43 @@ def _decode(
     for prompt, how in zip(prompts, options, strict=True):
         planned = llm.plan(prompt, how)
         seqs.append(SequenceState([*prompt], max_new_tokens, planned.sampler, planned.final_tokens, rule=planned.rule))
-    if seqs:
-        with Engine(llm.runtime.with_new_cache(rows=len(seqs)), PlainDrafter()) as engine:
-            for seq in seqs:
+    batches = _batches(llm.runtime, seqs)
+    for number, batch in enumerate(batches):
+        limit = deadline if batch is batches[-1] else deadline.part(1 / (len(batches) - number))
+        steps = max_new_tokens
+        for seq in batch:
+            seq.remaining = min(seq.remaining, steps)
+        runtime = llm.runtime.with_new_cache(rows=len(batch))
+        with runtime.session(_slots(batch)):  # one allocation: a cache that grows is held twice meanwhile
+            pass
+        with Engine(runtime, PlainDrafter()) as engine:
+            for seq in batch:
                 engine.join(seq)
             done = 0
-            while engine.running and (done < FEWEST or deadline.allows()):
+            while engine.running and (done < FEWEST or limit.allows()):
                 engine.step()
-                on_token(done := done + 1)
+                done += 1
+                on_token((number * steps + done) // len(batches))
             max_new_tokens = done if engine.running else max_new_tokens
     return [seq.tokens[len(prompt) :] for seq, prompt in zip(seqs, prompts, strict=True)], max_new_tokens
+
+
+def _slots(seqs: Sequence[SequenceState]) -> int:
+    """Return the slots of a cache row that holds any of the sequences."""
+    return max(len(seq.tokens) + seq.remaining for seq in seqs) + WIDEST_DRAFT
+
+
+def _batches(runtime: Runtime, seqs: Sequence[SequenceState]) -> list[Sequence[SequenceState]]:
+    """Split sequences into the fewest batches, of nearly equal size, whose KV caches take half of the free memory each.
+
+    Each row of a cache is as long as the longest sequence.
+    """
+    if not seqs:
+        return []
+    rows = max(1, int(SHARE * free_bytes(runtime.device)) // (slot_bytes(runtime) * _slots(seqs)))
+    count = -(-len(seqs) // rows)
+    ends = [len(seqs) * number // count for number in range(count + 1)]
+    return [seqs[start:end] for start, end in pairwise(ends)]
 
 
 def _path(llm: LLM, prompts: Sequence[Sequence[int]], decoding: DecodingSettings, seed: int) -> Path:

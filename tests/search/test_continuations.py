@@ -7,13 +7,16 @@ import torch
 from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from selfspec.search import continuations
 from selfspec.search.budget import Deadline
 from selfspec.search.continuations import FEWEST, DecodingSettings, PromptSet, choose, continue_prompts, record
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import PlainDrafter
+from selfspec.llm.batch_memory import slot_bytes
 from selfspec.text.prompt_files import Prompts, read_prompts
+from selfspec.types.methods import WIDEST_DRAFT
 
 PROMPTS = ["import os\n", "class A:\n", "def f(x):\n"]
 
@@ -46,6 +49,39 @@ def test_texts_are_the_models_own(llm, prompts, folder):
         expected = llm.generate(prompt, max_new_tokens=6, drafter=PlainDrafter()).tokens
         assert text.tokens == (*prompt, *expected)
         assert (text.prompt_length, text.remaining, text.num_new_tokens) == (len(prompt), 6, len(expected))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_where_memory_is_short_texts_are_decoded_in_several_batches(llm, folder, monkeypatch, temperature):
+    """No cache takes more than half of it; the texts are the same."""
+    prompts = [llm.encode(prompt) for prompt in (*PROMPTS, "x = 1\n", "import sys\n")]
+    expected, _ = decoded(llm, prompts, DecodingSettings(6, temperature))
+    for file in folder.iterdir():
+        file.unlink()
+    made, each = [], (max(map(len, prompts)) + 6 + WIDEST_DRAFT) * slot_bytes(llm.runtime)
+    make = llm.runtime.with_new_cache
+
+    def recorded(rows):
+        made.append(rows)
+        return make(rows=rows)
+
+    monkeypatch.setattr(llm.runtime, "with_new_cache", recorded)
+    for fit, sizes in ((3, [1, 2, 2]), (1, [1, 1, 1, 1, 1]), (0, [1, 1, 1, 1, 1])):
+        made.clear()
+        monkeypatch.setattr(continuations, "free_bytes", lambda device, fit=fit: int(2 * (fit + 0.5) * each))
+        texts, seen = decoded(llm, prompts, DecodingSettings(6, temperature))
+        assert texts == expected
+        assert made == sizes
+        assert seen == sorted(seen)
+        assert seen[-1] == 12
+        for file in folder.iterdir():
+            file.unlink()
+
+
+def test_in_several_batches_all_texts_end_at_the_same_length(llm, prompts, folder, monkeypatch):
+    monkeypatch.setattr(continuations, "free_bytes", lambda device: 0)
+    texts, _ = decoded(llm, prompts, DecodingSettings(60), deadline=Deadline(0.0, lambda: 1.0))
+    assert {text.num_new_tokens for text in texts} == {FEWEST}
 
 
 def test_a_second_search_starts_at_once(llm, prompts, folder):
