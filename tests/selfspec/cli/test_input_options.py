@@ -30,8 +30,8 @@ def cli(monkeypatch, capsys, tmp_path, llm):
     asked = []
     load = loading.load_model
 
-    def noted(name, *, device, dtype, parallel=False):
-        model, tokenizer = load(name, device=device, dtype=dtype)
+    def noted(name, *, device, dtype, **others):
+        model, tokenizer = load(name, device=device, dtype=dtype, **others)
         asked.append({str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values()})
         return model, tokenizer
 
