@@ -11,6 +11,9 @@ MLP linears are in int4, the head in int8.
 
 `--shift`: the number of inputs by which groups are shifted. A model whose weights come from a 4-bit file loses
 nothing on that file's own groups, so its figures would be too good; shift by half the file's group size.
+
+`--weights`: folders of the same model whose linears another library has quantised and dequantised. These are measured,
+on the same texts, instead of the quantisers.
 """
 
 from __future__ import annotations
@@ -61,6 +64,13 @@ def shifted(weight: Tensor, method: str, moments: InputMoments | None = None, *,
     return Shifted(4, made.values, made.scale, made.zero)
 
 
+class Dequantized(QuantizedWeight):
+    """A weight that another library quantised: `values` are its dequantised weights."""
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype)
+
+
 @dataclass
 class InMemory:
     """Int4 weights by layer and group."""
@@ -82,6 +92,16 @@ def quantised(llm: selfspec.LLM, method: str, group: int, texts: Sequence[Sequen
             llm.runtime, texts, {"method": method, "group": group}, layers
         ):
             made.weights |= {(layer, number): weight for number, weight in weights.items()}
+    return made
+
+
+def dequantized(folder: str) -> InMemory:
+    """The weights of the linears of a model in a folder."""
+    runtime, made = selfspec.load(folder, profile="none", dtype="float32").runtime, InMemory()
+    for layer in range(runtime.layers):
+        for number, group in runtime.skeleton.quantizer.int4_groups(layer).items():
+            weight = torch.cat([module.weight.detach() for module in group.modules])
+            made.weights[layer, number] = Dequantized(4, weight, weight.new_empty(0))
     return made
 
 
@@ -127,12 +147,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--texts", type=int, default=60)
+    parser.add_argument("--weights", nargs="+", default=[], metavar="FOLDER", help="dequantised weights to measure")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     Shifted.by = given.shift
     llm = selfspec.load(given.model, profile="none", dtype="float32")
-    sources = built_in.prompts(llm, "calibration", given.texts)
-    calibration = [text.tokens for text in continue_prompts(llm, sources, DecodingSettings(192, 0.8))]
     held = built_in.prompts(llm, "heldout", given.prompts)
     if given.held_out is not None:
         texts = read_prompts(given.held_out).texts[: given.prompts]
@@ -142,6 +161,13 @@ def main() -> None:
     int8 = DraftPath.from_modes(["int8"] * (2 * layers), head="int8")
     print(f"int8: {agreement(runtime, int8, answers)}", flush=True)
     int4 = DraftPath.from_modes(["int4"] * (2 * layers), head="int8")
+    for folder in given.weights:
+        runtime.register_int4(folder, dequantized(folder))
+        print(f"{folder}: {agreement(runtime, replace(int4, int4_weights=folder), answers)}", flush=True)
+    if given.weights:
+        return
+    sources = built_in.prompts(llm, "calibration", given.texts)
+    calibration = [text.tokens for text in continue_prompts(llm, sources, DecodingSettings(192, 0.8))]
     for method, group in WAYS:
         for texts in (calibration,) if method == "nearest" else (calibration[:FEW], calibration):
             begun = time.process_time()
