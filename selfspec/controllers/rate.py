@@ -98,21 +98,30 @@ class RateOptimal(Controller):
         self._following = _LearnedCurve(self._curve.following, self.strength, self.memory)
         self._time, self._tokens = STEPS_KNOWN, STEPS_KNOWN * self.rate
         self._here, self._prices = self.payoff, _prices(self.payoff, self.k_max)
-        self._prices_at = {self.payoff.context: self._prices}
+        self._at = {self.payoff.context: (self._prices, 1.0)}
+        self._pace = (
+            1.0  # what drafting is expected to reach at this context, over what it is at the payoff model's own
+        )
 
     def set_context(self, keys: int) -> None:
         """Use the payoff model's costs with so many keys in the KV cache."""
         self._here = self.payoff.at(keys)
-        if self._here.context not in self._prices_at:
-            self._prices_at[self._here.context] = _prices(self._here, self.k_max)
-        self._prices = self._prices_at[self._here.context]
+        if self._here.context not in self._at:
+            pace = _best_rate(self._here, self.k_max) / _best_rate(self.payoff, self.k_max)
+            self._at[self._here.context] = _prices(self._here, self.k_max), pace
+        self._prices, self._pace = self._at[self._here.context]
+
+    @property
+    def _rate_here(self) -> float:
+        """The tokens in the time of a plain step at this context; `rate` is at the payoff model's own."""
+        return max(1.0, self.rate * self._pace)
 
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether some number of further tokens is expected to be worth its time."""
         n, last = len(confidences), confidences[-1]
         if n >= self.k_max or last < self.floor:
             return False
-        return self._next_accepted(confidences) > self.rate * self._prices[n]
+        return self._next_accepted(confidences) > self._rate_here * self._prices[n]
 
     def _next_accepted(self, confidences: Sequence[float]) -> float:
         """Return the chance that all drafted tokens, which have these confidences, and the next token are accepted."""
@@ -123,7 +132,7 @@ class RateOptimal(Controller):
 
     def stopping(self, most: int) -> StoppingRule:
         """Return the rule: the confidence floor, the prices at the current rate, the corrected acceptance curve."""
-        prices = [self.rate * price for price in self._prices[1 : most + 1]]
+        prices = [self._rate_here * price for price in self._prices[1 : most + 1]]
         curve = ChanceCurve(tuple(self._curve.confidence), tuple(self._accepted.values), tuple(self._following.values))
         padded = (*prices, *[math.inf] * (most - len(prices)))
         return StoppingRule(self._least(most), padded, curve)
@@ -150,7 +159,7 @@ class RateOptimal(Controller):
         best, taken, value = 0.0, 0, 0.0
         for number, (chance, _) in enumerate(further[: max(MOST_ROWS - rows, 0)], start=1):
             value += chance
-            worth = value - self.rate * (rounds[rows + number] - rounds[rows])
+            worth = value - self._rate_here * (rounds[rows + number] - rounds[rows])
             if worth > best:
                 best, taken = worth, number
         for _, i in further[:taken]:
@@ -164,7 +173,7 @@ class RateOptimal(Controller):
         for n, chance in enumerate(chances, start=1):
             reach *= chance
             tokens += reach
-            worth = tokens - self.rate * self._here.rounds[1 + n]
+            worth = tokens - self._rate_here * self._here.rounds[1 + n]
             if worth > best:
                 best, taken = worth, n
         return taken
@@ -192,7 +201,7 @@ class RateOptimal(Controller):
             before = place
         rows = 1 + (drafted if candidates is None else candidates)
         took = drafted * self._here.draft + self._here.rounds[rows]
-        self._time = self.memory * self._time + took
+        self._time = self.memory * self._time + took * self._pace
         self._tokens = self.memory * self._tokens + accepted + other + 1
         self.rate = max(1.0, self._tokens / self._time)
 
@@ -208,6 +217,16 @@ class RateOptimal(Controller):
     def start(self) -> Self:
         """Return a copy without observations."""
         return dataclasses.replace(self, rate=self._first_rate)
+
+
+def _best_rate(payoff: PayoffModel, k_max: int) -> float:
+    """Return the expected tokens in the time of a plain step of the best draft length, all tokens being alike."""
+    following = payoff.curve.following
+    later, tokens, best = min(sum(following) / len(following), 1.0), 1.0, 1.0
+    for n in range(1, min(k_max, len(payoff.rounds) - 2) + 1):
+        tokens += later**n
+        best = max(best, tokens / (n * payoff.draft + payoff.rounds[n + 1]))
+    return best
 
 
 def _prices(payoff: PayoffModel, k_max: int) -> list[float]:

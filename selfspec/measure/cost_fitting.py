@@ -387,7 +387,9 @@ def _wider(runtime: Runtime, context: int, path: DraftPath, repeats: int) -> lis
     import numpy as np
 
     widths = [rows for rows in WIDE if rows <= max(runtime.skeleton.context - context, 1)]
-    times = [forward_seconds(runtime, context, rows=rows, repeats=repeats, path=path) for rows in widths]
+    times = _in_turn(
+        [partial(forward_seconds, runtime, context, rows=rows, repeats=-(-repeats // 3), path=path) for rows in widths]
+    )
     shares = [time / times[0] for time in accumulate(times, max)]
     between = np.interp(range(2, widths[-1] + 1), widths, shares)
     return [round(float(share), 3) for share in between]
@@ -406,6 +408,12 @@ def _head_seconds(runtime: Runtime, mode: HeadMode = "full") -> float:
     x = torch.zeros((1, runtime.skeleton.sizes.hidden), dtype=runtime.dtype, device=runtime.device)
     compiled = runtime.compile(DraftPath(head=mode))
     return _timed(lambda: compiled.head(x), runtime, 24)
+
+
+def _in_turn(timers: Sequence[Callable[[], float]]) -> list[float]:
+    """Return the least of three times of each timer; all take turns, as what disturbs lasts, and only lengthens."""
+    times = [[timer() for timer in timers] for _ in range(3)]
+    return [min(of_one) for of_one in zip(*times, strict=True)]
 
 
 def _timed(call: Callable[[], object], runtime: Runtime, repeats: int) -> float:
@@ -427,10 +435,11 @@ def _per_key(runtime: Runtime, context: int, path: DraftPath, repeats: int, *, r
     far = min(context + FURTHER, runtime.skeleton.context - rows)
     if far <= context:
         return 0.0
-    times = [
-        [forward_seconds(runtime, keys, rows=rows, repeats=repeats // 3, path=path) for keys in (context, far)]
-        for _ in range(3)
-    ]
-    near, beyond = (min(seconds[i] for seconds in times) for i in range(2))  # disturbances only lengthen
+    near, beyond = _in_turn(
+        [
+            partial(forward_seconds, runtime, keys, rows=rows, repeats=-(-repeats // 3), path=path)
+            for keys in (context, far)
+        ]
+    )
     attentions = sum(mode != "skip" for mode in path.modes(runtime.layers)[: runtime.layers])
     return max(beyond - near, 0.0) / (far - context) / max(attentions, 1)

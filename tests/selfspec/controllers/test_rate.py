@@ -116,6 +116,25 @@ def test_where_rows_cost_more_with_the_context_drafts_are_shorter():
     assert drafted(150) == (short, candidates, lookup)
 
 
+def test_the_rate_to_be_reached_follows_the_context():
+    """Where drafting can bring less, it goes on for less: a rate of short texts would end drafts after a token."""
+    payoff = PayoffModel(
+        0.2, curve=flat(0.95), context=100, per_key=KeyCosts(plain=0.00005, row=0.00001, draft=0.00004)
+    )
+    controller = RateOptimal(rate=2.6, k_max=12, payoff=payoff)
+    short = length(controller)
+    controller.set_context(8000)
+    assert controller._pace < 0.9
+    assert length(controller) > short / 3
+    for _ in range(100):
+        controller.observe([0.5] * 4, 4)
+    assert controller.rate * controller._pace == pytest.approx(
+        5 / (4 * controller._here.draft + controller._here.rounds[5]), rel=0.15
+    )
+    controller.set_context(100)
+    assert controller._pace == 1
+
+
 def test_between_knots_it_is_a_line():
     curve = AcceptanceCurve(confidence=[0.2, 0.6], accepted=[0.5, 0.9], following=[0.5, 0.5], candidates=[])
     at = [interpolate(curve.accepted, curve.place(c)) for c in (0.0, 0.2, 0.3, 0.6, 1.0)]
