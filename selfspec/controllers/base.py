@@ -96,7 +96,7 @@ class Controller(ABC):
         return self
 
     def set_context(self, keys: int) -> None:  # noqa: B027 (costs need not matter)
-        """Tell how many keys the KV cache has, before each draft, as costs may depend on it; by default ignored."""
+        """Set the context length in tokens before each draft, since costs may depend on it; by default ignored."""
 
     def learnt(self) -> PayoffModel | None:
         """Return the controller's payoff model, corrected by its observations; None if it has no payoff model."""

@@ -124,11 +124,16 @@ class BatchDraftScheduler:
         """
         self.later = later
         rows, hope, rate = len(chances), sum(chances), MARGIN * self.rate
+        return max((0, *lengths), key=lambda length: self._worth(length, rows, hope, rate, verified=rows))
 
-        def worth(n: int) -> float:
-            return hope * _accepted(later, n) - rate * (n * self._drafted(rows) + self._wider(rows, rows * n))
+    def _worth(self, length: int, drafting: int, hope: float, rate: float, *, verified: int, others: int = 0) -> float:
+        """Return the expected tokens of drafts of `length` tokens each, less `rate` times the seconds that they take.
 
-        return max((0, *lengths), key=worth)
+        `drafting`: the number of sequences that draft; `hope`: the sum of the chances that their first tokens are
+        accepted. `verified`: the tokens that are verified in any case; `others`: further ones that are not drafted.
+        """
+        takes = length * self._drafted(drafting) + self._wider(verified, others + length * drafting)
+        return hope * _accepted(self.later, length) - rate * takes
 
     def lookup_lengths(self, chances: Sequence[Sequence[float]], *, instead: bool = False) -> list[int]:
         """Return how many lookup tokens of each sequence to verify; verification is their only cost.
@@ -172,11 +177,12 @@ class BatchDraftScheduler:
             drafting = rows - number
             if number:
                 nodes, brings = nodes + counts[order[number - 1]], brings + tokens[order[number - 1]]
-            for n in range(HORIZON + 1 if drafting else 1):
-                takes = n * self._drafted(drafting) + self._wider(rows, nodes + n * drafting)
-                worth = brings + drafting * self.first * _accepted(self.later, n) - rate * takes
-                if worth > best:
-                    best, most = worth, number
+            hope, lengths = drafting * self.first, range(HORIZON + 1 if drafting else 1)
+            worth = brings + max(
+                self._worth(length, drafting, hope, rate, verified=rows, others=nodes) for length in lengths
+            )
+            if worth > best:
+                best, most = worth, number
         return set(order[:most])
 
     def record_duration(self, seconds: float) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.types.acceptance import PayoffModel, interpolate
@@ -97,31 +97,28 @@ class RateOptimal(Controller):
         self._accepted = _LearnedCurve(self._curve.accepted, self.strength, self.memory)
         self._following = _LearnedCurve(self._curve.following, self.strength, self.memory)
         self._time, self._tokens = STEPS_KNOWN, STEPS_KNOWN * self.rate
-        self._here, self._prices = self.payoff, _prices(self.payoff, self.k_max)
-        self._at = {self.payoff.context: (self._prices, 1.0)}
-        self._pace = (
-            1.0  # what drafting is expected to reach at this context, over what it is at the payoff model's own
-        )
+        self._local = _LocalCosts(self.payoff, _prices(self.payoff, self.k_max), 1.0)
+        self._locals = {self.payoff.context: self._local}
 
     def set_context(self, keys: int) -> None:
-        """Use the payoff model's costs with so many keys in the KV cache."""
-        self._here = self.payoff.at(keys)
-        if self._here.context not in self._at:
-            pace = _best_rate(self._here, self.k_max) / _best_rate(self.payoff, self.k_max)
-            self._at[self._here.context] = _prices(self._here, self.k_max), pace
-        self._prices, self._pace = self._at[self._here.context]
+        """Use the payoff model's costs at a context length of `keys` tokens."""
+        payoff = self.payoff.at(keys)
+        if payoff.context not in self._locals:
+            pace = _best_rate(payoff, self.k_max) / _best_rate(self.payoff, self.k_max)
+            self._locals[payoff.context] = _LocalCosts(payoff, _prices(payoff, self.k_max), pace)
+        self._local = self._locals[payoff.context]
 
     @property
-    def _rate_here(self) -> float:
-        """The tokens in the time of a plain step at this context; `rate` is at the payoff model's own."""
-        return max(1.0, self.rate * self._pace)
+    def _local_rate(self) -> float:
+        """The tokens in the time of a plain step at the context length; `rate` is at the payoff model's own."""
+        return max(1.0, self.rate * self._local.pace)
 
     def go_on(self, confidences: Sequence[float]) -> bool:
         """Return whether some number of further tokens is expected to be worth its time."""
         n, last = len(confidences), confidences[-1]
         if n >= self.k_max or last < self.floor:
             return False
-        return self._next_accepted(confidences) > self._rate_here * self._prices[n]
+        return self._next_accepted(confidences) > self._local_rate * self._local.prices[n]
 
     def _next_accepted(self, confidences: Sequence[float]) -> float:
         """Return the chance that all drafted tokens, which have these confidences, and the next token are accepted."""
@@ -132,15 +129,14 @@ class RateOptimal(Controller):
 
     def stopping(self, most: int) -> StoppingRule:
         """Return the rule: the confidence floor, the prices at the current rate, the corrected acceptance curve."""
-        prices = [self._rate_here * price for price in self._prices[1 : most + 1]]
+        prices = [self._local_rate * price for price in self._local.prices[1 : most + 1]]
         curve = ChanceCurve(tuple(self._curve.confidence), tuple(self._accepted.values), tuple(self._following.values))
         padded = (*prices, *[math.inf] * (most - len(prices)))
         return StoppingRule(self._least(most), padded, curve)
 
     def acceptance_chances(self, confidences: Sequence[float], first: float) -> tuple[float, float]:
         """Return the two probabilities by the corrected acceptance curve; the first token of a draft has `first`."""
-        following = self._following.values
-        later = min(sum(following) / len(following), 1.0)
+        later = _mean_following(self._following.values)
         return self._next_accepted(confidences) if confidences else first, later
 
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
@@ -155,11 +151,11 @@ class RateOptimal(Controller):
                 further.append((before * chance, i))
             before *= interpolate(self._accepted.values, place)
         further.sort(key=lambda candidate: -candidate[0])
-        rows, rounds = 1 + len(confidences), self._here.rounds
+        rows, rounds = 1 + len(confidences), self._local.payoff.rounds
         best, taken, value = 0.0, 0, 0.0
         for number, (chance, _) in enumerate(further[: max(MOST_ROWS - rows, 0)], start=1):
             value += chance
-            worth = value - self._rate_here * (rounds[rows + number] - rounds[rows])
+            worth = value - self._local_rate * (rounds[rows + number] - rounds[rows])
             if worth > best:
                 best, taken = worth, number
         for _, i in further[:taken]:
@@ -173,7 +169,7 @@ class RateOptimal(Controller):
         for n, chance in enumerate(chances, start=1):
             reach *= chance
             tokens += reach
-            worth = tokens - self._rate_here * self._here.rounds[1 + n]
+            worth = tokens - self._local_rate * self._local.payoff.rounds[1 + n]
             if worth > best:
                 best, taken = worth, n
         return taken
@@ -200,8 +196,8 @@ class RateOptimal(Controller):
                 self._following.record(before, i < accepted)
             before = place
         rows = 1 + (drafted if candidates is None else candidates)
-        took = drafted * self._here.draft + self._here.rounds[rows]
-        self._time = self.memory * self._time + took * self._pace
+        took = drafted * self._local.payoff.draft + self._local.payoff.rounds[rows]
+        self._time = self.memory * self._time + took * self._local.pace
         self._tokens = self.memory * self._tokens + accepted + other + 1
         self.rate = max(1.0, self._tokens / self._time)
 
@@ -219,10 +215,26 @@ class RateOptimal(Controller):
         return dataclasses.replace(self, rate=self._first_rate)
 
 
+class _LocalCosts(NamedTuple):
+    """A payoff model at a context length, and what follows from it.
+
+    `prices`: as `_prices` returns them. `pace`: the rate that drafting is expected to reach there, divided by the rate
+    at the context length that the payoff model was measured at.
+    """
+
+    payoff: PayoffModel
+    prices: list[float]
+    pace: float
+
+
+def _mean_following(following: Sequence[float]) -> float:
+    """Return the mean chance that a token is right if the token before it is."""
+    return min(sum(following) / len(following), 1.0)
+
+
 def _best_rate(payoff: PayoffModel, k_max: int) -> float:
     """Return the expected tokens in the time of a plain step of the best draft length, all tokens being alike."""
-    following = payoff.curve.following
-    later, tokens, best = min(sum(following) / len(following), 1.0), 1.0, 1.0
+    later, tokens, best = _mean_following(payoff.curve.following), 1.0, 1.0
     for n in range(1, min(k_max, len(payoff.rounds) - 2) + 1):
         tokens += later**n
         best = max(best, tokens / (n * payoff.draft + payoff.rounds[n + 1]))
@@ -236,8 +248,7 @@ def _prices(payoff: PayoffModel, k_max: int) -> list[float]:
     the first of these j tokens is right, they bring 1 + l + ... + l^(j-1) expected tokens, l the mean chance that a
     token is right if the token before it is. The returned cost is that of the cheapest j.
     """
-    following = payoff.curve.following
-    later = min(sum(following) / len(following), 1.0)
+    later = _mean_following(payoff.curve.following)
     prices = []
     for n in range(k_max):
         ways, tokens = [], 0.0

@@ -38,7 +38,7 @@ class Route:
         return (KNOWN * HOPE * self.expected + self._tokens) / (KNOWN + self._time)
 
     def see(self, outcome: Outcome, keys: int) -> None:
-        """Add a round's cost, with so many keys in the KV cache, and its tokens to the observations."""
+        """Add a round's cost at a context length of `keys` tokens, and the tokens that it emitted."""
         draft, payoff = outcome.draft, self.payoff.at(keys)
         self._time += payoff.cost(draft.work) + payoff.rounds[1 + len(draft)]
         self._tokens += len(outcome.tokens)

@@ -23,7 +23,7 @@ from selfspec.types.costs import PassCosts
 
 KEYS = 8  # prompt length in tokens
 PLAN = (0, 0, 3, 0, 3, 1)  # draft lengths of the timed rounds, after one warm-up round
-SWEEPS, SECONDS = 3, 2.0  # most sweeps over all numbers of sequences, and the seconds after which none starts
+SWEEPS, SECONDS = 3, 2 / 3  # most sweeps over all numbers of sequences, and the seconds after which none starts
 
 
 class _Timed(DelegatingDrafter):
@@ -71,11 +71,11 @@ def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassC
     if KEYS + len(plan) + 2 * sum(plan) + 2 > runtime.skeleton.context:
         plan = (0,)
     begun = clock()
-    for sweep in range(SWEEPS):
-        if sweep and clock() - begun > SECONDS / SWEEPS:
-            break
-        for count in counts:
-            with _by_length(drafter):
+    with _by_length(drafter):
+        for sweep in range(SWEEPS):
+            if sweep and clock() - begun > SECONDS:
+                break
+            for count in counts:
                 for done in _rounds(runtime, drafter, count, plan, draw):
                     verify[done.verified].append(done.rest)
                     if done.passes:

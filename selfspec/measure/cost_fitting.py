@@ -182,14 +182,17 @@ def measure_costs(
                 mode: ModeCosts(attention=attention, mlp=mlp, head=heads[mode])
                 for mode, (attention, mlp) in zip(running, fit.prices, strict=True)
             }
-            cheapest = low[0] if low else "full"
-            every: list[Mode] = [cheapest] * (2 * runtime.layers)
-            return _model(sweep, fit, prices, DraftPath.from_modes(every, head=cheapest))
+            return _model(sweep, fit, prices, _path_in(low[0] if low else "full", runtime.layers))
 
 
 def further_paths(modes: Collection[Mode]) -> int:
     """Return the number of further paths that `measure_costs` fits to because of the quantised modes among `modes`."""
     return 3 * (len(_running(modes)) - 1)
+
+
+def _path_in(mode: HeadMode, layers: int) -> DraftPath:
+    """Return the path with every sub-layer and the head in a mode."""
+    return DraftPath.from_modes([mode] * (2 * layers), head=mode)
 
 
 def _running(modes: Collection[Mode]) -> list[HeadMode]:
@@ -269,11 +272,12 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
         for k in lengths
     ]
     verify = [float(x) for x in isotonic_regression([single_row, *wider_rows]).x]  # monotone in the width
-    full, rounds = _per_key(runtime, context, FULL, repeats), sweep.effort.rounds
-
-    def path_in(mode: HeadMode) -> DraftPath:
-        return DraftPath.from_modes([mode] * (2 * runtime.layers), head=mode)
-
+    full = _per_key(runtime, context, FULL, repeats)
+    wider = {
+        mode: _wider(runtime, context, _path_in(mode, runtime.layers), sweep.effort.rounds)
+        for mode in LOW
+        if mode in prices
+    }
     return CostModel(
         context=context,
         base=fit.base,
@@ -287,12 +291,8 @@ def _model(sweep: Sweep, fit: _Fit, prices: Mapping[Mode, ModeCosts], path: Draf
         round=overhead,
         prefill=_prefill_seconds(runtime, context) / context,
         head=prices["full"].head,
-        wider=_wider(runtime, context, path, rounds),
-        low={
-            mode: prices[mode].model_copy(update={"wider": _wider(runtime, context, path_in(mode), rounds)})
-            for mode in LOW
-            if mode in prices
-        },
+        wider=next(iter(wider.values())) if wider else _wider(runtime, context, path, sweep.effort.rounds),
+        low={mode: prices[mode].model_copy(update={"wider": shares}) for mode, shares in wider.items()},
         error=None if fit.error is None else round(fit.error, 4),
     )
 

@@ -111,10 +111,10 @@ def interpolate(values: Sequence[float], place: tuple[int, float]) -> float:
 
 
 class KeyCosts(NamedTuple):
-    """What each further key in the KV cache adds to a pass, in plain decode steps at the costs' own context.
+    """The cost that each further key in the KV cache adds to a pass, in plain decode steps at the measured context.
 
-    `plain`: to a plain decode step; `row`: to a verification pass, for each row after the first; `draft`: to a draft
-    step.
+    `plain`: added to a plain decode step. `row`: added to a verification pass for each row after the first. `draft`:
+    added to a draft step.
     """
 
     plain: float = 0.0

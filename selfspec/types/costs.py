@@ -22,7 +22,7 @@ WIDER = (1.12, 1.24, 1.36, 1.48, 1.6)  # default relative cost of draft steps ov
 CHEAPER = 0.9  # a quantised mode is worth trying if it costs less than this share of full precision
 
 
-Shares = list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ModeCosts(Data):
@@ -35,7 +35,7 @@ class ModeCosts(Data):
     attention: Seconds
     mlp: Seconds
     head: Seconds
-    wider: Shares = []
+    wider: list[AboveZero] = []
 
 
 class CostModel(Data):
@@ -62,13 +62,13 @@ class CostModel(Data):
     low_per_key: Seconds | None = None
     row_per_key: Seconds = 0.0
     widths: Annotated[list[Positive], Field(min_length=1)]
-    verify: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+    verify: Annotated[list[AboveZero], Field(min_length=1)]
     round: Seconds
     prefill: Seconds = 0.0
     head: Seconds = 0.0
-    wider: Shares = list(WIDER)
+    wider: list[AboveZero] = list(WIDER)
     low: dict[LowMode, ModeCosts] = {}
-    fastest: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    fastest: AboveZero | None = None
     error: Rate | None = None
 
     @model_validator(mode="after")
@@ -126,12 +126,12 @@ class CostModel(Data):
 
     def along(self, path: DraftPath | SkipSet) -> Self:
         """Return the cost model of drafts along a path: with `wider` of the mode that most of its sub-layers run in."""
-        path, prices = as_path(path), self._prices
+        path = as_path(path)
         sublayers = {mode: len(getattr(path, mode).attention) + len(getattr(path, mode).mlp) for mode in self.low}
         most = max(sublayers, key=lambda mode: sublayers[mode], default=None)
-        if most is None or not sublayers[most] or not prices[most].wider:
+        if most is None or not sublayers[most] or not self.low[most].wider:
             return self
-        return self.model_copy(update={"wider": prices[most].wider})
+        return self.model_copy(update={"wider": self.low[most].wider})
 
     def draft_share(self, path: DraftPath | SkipSet, layers: int) -> float:
         """Return the time of a draft step divided by the time of a plain decode step (Leviathan et al.'s c)."""

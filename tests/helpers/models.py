@@ -78,6 +78,15 @@ def small(vocabulary: int = 11, layers: int = 3, *, seed: int = 0) -> Any:
     return tiny(LlamaConfig(**{**sizes, "intermediate_size": 16, "num_attention_heads": 2}), seed=seed)
 
 
+def small_and_large(vocabulary: int) -> Iterator[tuple[str, Any]]:
+    """A tiny LLaMA, then one of 40 million weights, by name: what memory is compared on while they are loaded."""
+    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
+    for name, changes in (("small", {}), ("large", wide)):
+        sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": vocabulary, **changes}
+        torch.manual_seed(0)
+        yield name, AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+
+
 def exact_norms(model: Any) -> Any:
     """The same model with norms that do not cast float64 down to float32, as a reference to 1e-10."""
 

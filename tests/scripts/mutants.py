@@ -238,7 +238,7 @@ MUTANTS = (
     # -- the guard
     Mutant(
         "guard: tokens are credited with what a slow machine took before",
-        "selfspec/drafters/guard.py", "tokens * min(round_times.step, rest) - took", "tokens * round_times.step - took",
+        "selfspec/drafters/guard.py", "tokens * min(round_times.step, rest) - now", "tokens * round_times.step - now",
         "drafters/test_guard.py",
     ),
     Mutant(

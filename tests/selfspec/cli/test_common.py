@@ -75,7 +75,7 @@ def test_where_drafts_come_from(llm):
 
 
 def prompt_read(monkeypatch, **options):
-    """What is written on standard error while a prompt of 3,000 tokens is read; None if nothing would be shown."""
+    """Return the standard error of reading a prompt of 3,000 tokens; None if no progress would be shown."""
     written = io.StringIO()
     monkeypatch.setattr(common, "stderr", lambda: Console(file=written, width=80, _environ={}, **options))
     with prompt_progress() as on_prefill:

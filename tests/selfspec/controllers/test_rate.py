@@ -124,15 +124,15 @@ def test_the_rate_to_be_reached_follows_the_context():
     controller = RateOptimal(rate=2.6, k_max=12, payoff=payoff)
     short = length(controller)
     controller.set_context(8000)
-    assert controller._pace < 0.9
+    assert controller._local.pace < 0.9
     assert length(controller) > short / 3
     for _ in range(100):
         controller.observe([0.5] * 4, 4)
-    assert controller.rate * controller._pace == pytest.approx(
-        5 / (4 * controller._here.draft + controller._here.rounds[5]), rel=0.15
+    assert controller.rate * controller._local.pace == pytest.approx(
+        5 / (4 * controller._local.payoff.draft + controller._local.payoff.rounds[5]), rel=0.15
     )
     controller.set_context(100)
-    assert controller._pace == 1
+    assert controller._local.pace == 1
 
 
 def test_between_knots_it_is_a_line():

@@ -313,7 +313,7 @@ def test_nothing_else_is_drafted_than_the_draft_vocabulary(runtime):
 @pytest.mark.parametrize("temperature", [0.0, 1.3], ids=["greedy", "match"])
 @by_representatives
 def test_a_long_prompt_is_read_in_chunks_and_gives_the_same_text(runtime, make, temperature, monkeypatch):
-    """What is read is reported before the first chunk and after each; a prompt of one chunk is not reported."""
+    """Progress is reported before the first chunk and after each chunk, and not for a prompt of one chunk."""
     prompt, sampler, reports = PROMPTS[2], Sampler(temperature=temperature, seed=3 if temperature else None), []
     expected = run(runtime, PlainDrafter(), prompt, 20, sampler=sampler)[0]
     assert (

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 from layouts import needs_native
-from models import SIZES
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from models import small_and_large
+from transformers import AutoTokenizer
 
 from selfspec.builtin import model_folder
 
@@ -42,11 +42,7 @@ print(max(seen) - before, weight_bytes(llm.model), llm.held)
 def folders(tmp_path_factory):
     """Folders of a tiny model and of one of 40 million weights, in both dtypes, the large one in several files."""
     made = tmp_path_factory.mktemp("folders")
-    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
-    for name, changes in (("small", {}), ("large", wide)):
-        config = LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 4096, **changes})
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+    for name, model in small_and_large(4096):
         for dtype in ("float32", "bfloat16"):
             model.to(getattr(torch, dtype)).save_pretrained(made / f"{name}-{dtype}", max_shard_size="20MB")
             AutoTokenizer.from_pretrained(model_folder()).save_pretrained(made / f"{name}-{dtype}")

@@ -6,10 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from gguf_files import write_gguf
-from models import SIZES
-from transformers import AutoModelForCausalLM, LlamaConfig
+from models import small_and_large
 
 RUN = """
 import sys
@@ -31,11 +29,8 @@ print(peak() - before, weight_bytes(model))
 def files(tmp_path_factory):
     """Files of a tiny model and of one of 40 million weights, a matrix of which has a fiftieth of them."""
     folder = tmp_path_factory.mktemp("gguf")
-    wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
-    for name, changes in (("small", {}), ("large", wide)):
-        config = LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, **changes})
-        torch.manual_seed(0)
-        write_gguf(folder / f"{name}.gguf", AutoModelForCausalLM.from_config(config), kind="Q8_0")
+    for name, model in small_and_large(300):
+        write_gguf(folder / f"{name}.gguf", model, kind="Q8_0")
     return folder
 
 
