@@ -96,9 +96,9 @@ def model_memory(name: str) -> dict[str, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from selfspec.llm.batch_memory import copy_bytes
     from selfspec.models.families import FAMILIES
     from selfspec.models.loading import read_identity, stored_config
-    from selfspec.runtime.cache import slot_copy_bytes
 
     identity = read_identity(name)
     try:
@@ -112,7 +112,7 @@ def model_memory(name: str) -> dict[str, Any]:
     head = getattr(config, "head_dim", None) or (identity.hidden or 0) // heads
     kv_heads = identity.kv_heads or heads
     kv = 2 * identity.layers * kv_heads * head * _KV_TOKENS * 4
-    copies = identity.layers * slot_copy_bytes(kv_heads, head) * _KV_TOKENS
+    copies = copy_bytes(identity.layers, kv_heads, head) * _KV_TOKENS
     return {
         "name": name,
         "model_type": identity.model_type,

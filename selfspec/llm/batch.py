@@ -368,6 +368,7 @@ def _made(
     draft_slot_bytes = 0 if other is None or other.model is llm.runtime.model else slot_bytes(other)
     blocks = reads_blocks(probe) and (not draft_slot_bytes or (other is not None and other.native))
     copied = [] if blocks else int8_cache_runtimes(probe)
-    extra = draft_slot_bytes + sum(map(copy_bytes, copied))
+    sizes = [(own.layers, own.skeleton.sizes.kv_heads, own.skeleton.sizes.head_dim) for own in copied]
+    extra = draft_slot_bytes + sum(copy_bytes(*each) for each in sizes)
     runtime = runtime_for(llm.runtime, rows=rows, memory=memory, longest=longest, extra_slot_bytes=extra, blocks=blocks)
     return runtime, drafter_on(runtime)

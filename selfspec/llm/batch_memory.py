@@ -25,10 +25,9 @@ def slot_bytes(runtime: Runtime) -> int:
     return 2 * runtime.layers * s.kv_heads * s.head_dim * s.dtype.itemsize
 
 
-def copy_bytes(runtime: Runtime) -> int:
+def copy_bytes(layers: int, kv_heads: int, head_dim: int) -> int:
     """Return the bytes of the int8 copies of one token's keys and values in all layers, which drafts may read."""
-    s = runtime.skeleton.sizes
-    return runtime.layers * slot_copy_bytes(s.kv_heads, s.head_dim)
+    return layers * slot_copy_bytes(kv_heads, head_dim)
 
 
 def runtime_for(

@@ -77,7 +77,8 @@ def test_a_cache_without_blocks_counts_the_copies_that_drafts_read(llm, monkeypa
         while not batch.idle:
             batch.step()
         cache = batch._runtime.cache
-    each = copy_bytes(llm.runtime) if copied else 0
+    sizes = llm.runtime.skeleton.sizes
+    each = copy_bytes(llm.runtime.layers, sizes.kv_heads, sizes.head_dim) if copied else 0
     assert (options["blocks"], options["extra_slot_bytes"]) == (not merges, each)
     if copied:
         _, slots = cache.blocks_of(0)
