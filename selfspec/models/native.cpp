@@ -37,7 +37,7 @@ constexpr int MANY = 8;                  // of many rows: fewer stay nearer, whi
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
 constexpr int ONCE = 12;                 // such rows that a weight is read once for: more wait less while it comes
 
-constexpr int AHEAD_ROWS = 4;            // outputs between those that are multiplied and those that are prefetched
+constexpr int64_t AHEAD = 4096;          // bytes, at least, from the weights that are multiplied to those that are prefetched
 constexpr bool FETCHES = V >= 16;        // whether weights are fetched while others are multiplied: short vectors gain nothing
 constexpr int FEWEST = 4;                // rows of a turn, at least, where more than `ONCE` rows take several turns
 
@@ -380,17 +380,27 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
     return bfloat16(((const uint16_t *)row)[k]);
 }
 
-// Weights that are fetched while others are multiplied: at each step of the inputs, `step` bytes from `from` on (0: none).
+// Weights that are fetched while others are multiplied: at each step of the inputs, bytes from `from` on, in the order of
+// memory, which is read a fifth faster so than several of its rows by turns. Of rows `row` bytes apart, pieces are fetched, of
+// which one ends at `end`, and the next one begins `skip` bytes later. `step`: bytes that each of several turns fetches.
 struct Ahead {
-    const char *from;
-    int64_t step;
+    const char *from, *end;
+    int64_t row, skip, step;
 };
 
-// Fetches a step's bytes into the second-level cache, as the first has room only for what is multiplied now.
-INLINE void fetch(Ahead &ahead) {
-    __builtin_prefetch(ahead.from, 0, 2);
-    if (ahead.step > 64) __builtin_prefetch(ahead.from + 64, 0, 2);
-    ahead.from += ahead.step;
+// Fetches a step's bytes: `BYTES` into the first-level cache alone; or, if that is 0, `step` into the second, as the first has
+// room only for what is multiplied now.
+template <int BYTES> INLINE void fetch(Ahead &ahead) {
+    if constexpr (BYTES > 0) {
+#pragma GCC unroll 8
+        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead.from + i, 0, 0);
+        ahead.from += BYTES;
+        if (ahead.from >= ahead.end) ahead.from += ahead.skip, ahead.end += ahead.row;
+    } else {
+        __builtin_prefetch(ahead.from, 0, 2);
+        if (ahead.step > 64) __builtin_prefetch(ahead.from + 64, 0, 2);
+        ahead.from += ahead.step;
+    }
 }
 
 // Adds products of inputs k to `end` of R rows with the weights of O outputs from `from` on, each `row` bytes after the one
@@ -399,13 +409,9 @@ template <int K, int R, int O, bool SIDE, bool FETCH>
 INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, int64_t k, int64_t end, Ahead ahead, floats (&a)[R][O]) {
     for (; k + V <= end; k += V) {
         floats weights[O];
-        const int64_t byte = row_bytes<K>(k);
 #pragma GCC unroll 12
-        for (int i = 0; i < O; i++) {
-            weights[i] = load<K>(from + i * row, k);
-            if (!FETCH && (byte & 63) == 0) __builtin_prefetch(from + (O + AHEAD_ROWS + i) * row + byte);
-        }
-        if (FETCH) fetch(ahead);
+        for (int i = 0; i < O; i++) weights[i] = load<K>(from + i * row, k);
+        fetch<FETCH ? 0 : O * (int)row_bytes<K>(V)>(ahead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const float *const from_row = SIDE ? x + k * R + r * V : x + r * ldx + k;
@@ -428,9 +434,8 @@ INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int6
         for (int i = 0; i < O; i++) {
             const char *const at = from + i * row + 2 * k;
             weights[i] = some == ~0u ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16(some, at);
-            if (!FETCH) __builtin_prefetch(at + (O + 2 * AHEAD_ROWS) * row);
         }
-        if (FETCH) fetch(ahead);
+        fetch<FETCH ? 0 : O * (int)row_bytes<PAIRED>(2 * V)>(ahead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512i of_row = (__m512i)held((floats)_mm512_loadu_si512(x + k * R + r * 2 * V));
@@ -474,7 +479,7 @@ template <int R, int O> INLINE void put_all(const Weight &w, int64_t o, int64_t 
 // What a block of products is of: `n` rows, which lie side by side in `side` too if they are many, filled up as `room` says, and
 // the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there. All rows are multiplied with
 // the same weights in `turns` turns, of which this is number `turn`; each fetches its share of the weights `next` bytes after
-// those, if that is not 0.
+// those, if that is not 0. `after`: the weights of the first output and input that are multiplied after these.
 struct Rows {
     int64_t n;
     const float *x;
@@ -484,6 +489,7 @@ struct Rows {
     bool last;
     floats *sums;
     int64_t turn, turns, next;
+    const char *after;
 };
 
 template <bool SIDE> INLINE const float *rows_at(const Rows &rows) { return SIDE ? (const float *)rows.side : rows.x; }
@@ -500,9 +506,9 @@ INLINE int64_t sums_of_inputs(const Weight &w, const char *from, int64_t row, co
     return sums<K, R, O, SIDE, FETCH>(from, row, rows_at<SIDE>(rows), rows.ldx, rows.from, rows.to, ahead, a);
 }
 
-// Outputs o to o + O of R rows.
+// Outputs o to o + O of R rows, of outputs up to `to`.
 template <int K, int R, int O, bool SIDE>
-INLINE void block(const Weight &w, int64_t o, const Rows &rows, floats *kept, float *y, int64_t ldy, bool add) {
+INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floats *kept, float *y, int64_t ldy, bool add) {
     const int64_t row = row_bytes<K>(w.in);
     const char *from = w.values + o * row;
     floats a[R][O] = {};
@@ -519,10 +525,14 @@ INLINE void block(const Weight &w, int64_t o, const Rows &rows, floats *kept, fl
     else if (FETCH && rows.next) {
         constexpr int STEP = K == PAIRED ? 2 * V : V;
         const int64_t step = O * row_bytes<K>(STEP) / rows.turns;
-        const Ahead ahead = {from + rows.next + O * row * rows.turn / rows.turns + rows.from / STEP * step, step};
+        const Ahead ahead = {from + rows.next + O * row * rows.turn / rows.turns + rows.from / STEP * step, nullptr, 0, 0, step};
         k = sums_of_inputs<K, R, O, SIDE, FETCH>(w, from, row, rows, ahead, a);
-    } else
-        k = sums_of_inputs<K, R, O, SIDE, false>(w, from, row, rows, {}, a);
+    } else {
+        constexpr int64_t LEAST = O > 2 ? AHEAD : 2 * AHEAD;  // two outputs take less time for their bytes
+        const int64_t piece = row_bytes<K>(rows.to - rows.from), other = o + O * (1 + LEAST / (O * piece + 1));
+        const char *const next = other < to ? w.values + other * row + row_bytes<K>(rows.from) : rows.after + (other - to) * row;
+        k = sums_of_inputs<K, R, O, SIDE, false>(w, from, row, rows, {next, next + piece, row, row - piece, 0}, a);
+    }
     if (IN_PARTS && !rows.last) {
 #pragma GCC unroll 24
         for (int i = 0; i < R * O; i++) kept[i] = a[i / O][i % O];
@@ -548,8 +558,8 @@ template <int K, int R, bool SIDE>
 INLINE void outputs(const Weight &w, int64_t from, int64_t to, const Rows &rows, float *y, int64_t ldy, bool add) {
     constexpr int O = outputs_at_once<R, SIDE>();
     int64_t o = from;
-    for (; o + O <= to; o += O) block<K, R, O, SIDE>(w, o, rows, rows.sums + (o - from) * R, y, ldy, add);
-    for (; o < to; o++) block<K, R, 1, SIDE>(w, o, rows, rows.sums + (o - from) * R, y, ldy, add);
+    for (; o + O <= to; o += O) block<K, R, O, SIDE>(w, o, to, rows, rows.sums + (o - from) * R, y, ldy, add);
+    for (; o < to; o++) block<K, R, 1, SIDE>(w, o, to, rows, rows.sums + (o - from) * R, y, ldy, add);
 }
 
 // Rows that lie side by side for `rows` rows, `ONCE` at most: where long vectors make further rows nearly free, the compiler
@@ -611,13 +621,13 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     constexpr int MOST = K == SUPER4 && V >= 16 ? MANY : ONCE, STEP = K == PAIRED ? 2 * V : V;
     const int64_t at_once = beside ? (rows <= MOST || K == SUPER4 ? MOST : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
     const int64_t times = (rows + at_once - 1) / at_once, in = (K == PAIRED ? w.in + STEP - 1 : w.in) / STEP * STEP;
-    const int64_t each = room((rows + times - 1) / times) * in;  // numbers of rows side by side
+    const int64_t each = room((rows + times - 1) / times) * in, row = row_bytes<K>(w.in);  // numbers of rows side by side
     int64_t near = 64, parts = 1;  // outputs whose weights stay near while all rows are multiplied with them; parts of inputs
     Number *side = nullptr;
     floats *kept_sums = nullptr;
     if (beside) {
         if (in_parts) parts = 1 + each * (int64_t)sizeof(Number) / (NEAREST_BYTES + 1);
-        near = times > 1 ? NEAR_BYTES / row_bytes<K>(w.in) / 4 * 4 : to - from;
+        near = times > 1 ? NEAR_BYTES / row / 4 * 4 : to - from;
         near = near < 4 ? 4 : parts > 1 && near > 24 ? 24 : near;
         if (near < to - from) near = ((to - from) / ((to - from + near - 1) / near) + 3) / 4 * 4;  // as many each time
         static thread_local Kept kept;
@@ -631,8 +641,8 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     }
     for (; from < to; from += near)
         for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
-            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first;
-            Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums, i, times, times > 1 && end < to ? near * row_bytes<K>(w.in) : 0};
+            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first, next = times > 1 && end < to ? near * row : 0;
+            Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums, i, times, next, w.values + end * row};
             float *const out = y + first * ldy;
             if (!beside) {
                 of_rows<K, FEW, false>(w, from, end, these, out, ldy, add);
@@ -642,6 +652,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
                 these.from = in / STEP * p / parts * STEP;
                 these.to = in / STEP * (p + 1) / parts * STEP;
                 these.last = p + 1 == parts;
+                these.after = w.values + (these.last ? end * row : from * row + row_bytes<K>(these.to));
                 of_rows<K, SIDES ? MOST : 0, true>(w, from, end, these, out, ldy, add);
             }
         }

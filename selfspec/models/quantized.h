@@ -13,8 +13,8 @@
 #define LANES 4
 #endif
 
-constexpr int64_t TILE = 16;              // outputs of a tile
-constexpr int64_t AHEAD = 2048;           // bytes from what is read to what is prefetched, of one tile
+constexpr int64_t TILE = 16;                // outputs of a tile
+constexpr int64_t MOST_IN_ORDER = 1 << 15;  // bytes of two tiles: if they have more, the next two do not fit in the first-level cache
 constexpr int PARTS_OF_TILE = TILE / LANES;
 // Rows and tiles whose sums fit in registers. Two tiles, so that what is read of a row is multiplied twice.
 constexpr int ROWS_AT_ONCE = LANES == 16 ? 6 : 2, TILES_AT_ONCE = LANES == 16 ? 2 : 1;
@@ -120,8 +120,11 @@ INLINE void multiply_tiles(const Weight &w, int64_t tile, const Int8Rows &x, int
     const char *weights = w.values + tile * each;
     const uint16_t *grid = (const uint16_t *)w.scale + tile * each_grid;
     lane_floats scale[PARTS], zero[PARTS];
-    for (int64_t b = 0; b < x.blocks; b++, weights += BYTES) {
+    const bool in_order = T > 1 && T * each <= MOST_IN_ORDER;  // the next tiles, which is faster than ahead in each of these
+    const char *ahead = weights + T * each, *grid_ahead = (const char *)(grid + T * each_grid);
+    for (int64_t b = 0; b < x.blocks; b++, weights += BYTES, ahead += T * BYTES) {
         if (K == INT4 && (b * BLOCK & ((1 << w.group) - 1)) == 0) {
+            for (int t = 0; t < T; t++, grid_ahead += 64) __builtin_prefetch(grid_ahead, 0, 0);
             for (int p = 0; p < PARTS; p++) {
                 const uint16_t *const of_part = grid + p / PARTS_OF_TILE * each_grid + p % PARTS_OF_TILE * LANES;
                 scale[p] = of_halves(of_part);
@@ -138,7 +141,7 @@ INLINE void multiply_tiles(const Weight &w, int64_t tile, const Int8Rows &x, int
         }
 #pragma GCC unroll 8
         for (int64_t line = 0; line < BYTES; line += 64) {
-            for (int t = 0; t < T; t++) __builtin_prefetch(weights + line + t * each + (T > 1 ? T * each : AHEAD));
+            for (int t = 0; t < T; t++) __builtin_prefetch(in_order ? ahead + line * T + t * 64 : weights + line + t * each + AHEAD, 0, 0);
             lane_ints bytes[PARTS];
             for (int p = 0; p < PARTS; p++)
                 bytes[p] = *(const lane_ints *)(weights + line + p / PARTS_OF_TILE * each + p % PARTS_OF_TILE * LANES * 4);
