@@ -118,8 +118,8 @@ class Worker:
 
 
 def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[str, Worker]:
-    """The process of each method at a dtype and temperature; methods whose peer is not there are left out."""
-    names, threads = of.methods[dtype], run.given.threads
+    """The process of each method at a dtype and temperature; of peers, greedily those that are there, else none."""
+    names, threads = [name for name in of.methods[dtype] if name in OURS or not temperature], run.given.threads
     common = {"model": run.model_of(of.model, dtype), "dtype": in_torch(dtype), "threads": threads}
     found: dict[str, Worker] = {}
     drafts = {name: method for name, method in OURS.items() if name in names}
@@ -298,9 +298,13 @@ def ratio_of_means(pairs: Pairs, seconds: Callable[[dict[str, Any]], float] = wh
 
 
 def revision() -> str:
-    """The commit that is measured, with a + where files differ from it."""
-    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
-    return said.stdout.strip()
+    """The commit that is measured, with a + where files differ from it, those written here aside."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    differ = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/results", ":!docs/results.md")
+    return git("describe", "--always") + ("+" if differ else "")
 
 
 SOME = ("plain", "selfspec", "drafts alone", "lookup alone")
