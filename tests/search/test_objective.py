@@ -72,6 +72,17 @@ def test_the_best_controller_is_the_best_of_each_alone(model, texts):
             assert together == max(alone, key=lambda s: s.tokens_per_second)
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(0.98, "fixed"), (0.5, "rate")])
+def test_a_controller_that_decides_by_costs_may_be_a_little_slower(model, texts, share, chosen, monkeypatch):
+    monkeypatch.setattr("selfspec.search.objective.LEARNT", share)
+    fixed, rate = FixedK(3), RateOptimal(k_max=1)
+    with Replay(model, texts, depth=3) as replay:
+        alone = [ReplayObjective(replay, COSTS, [c]).score(SkipSet()).tokens_per_second for c in (fixed, rate)]
+        score = ReplayObjective(replay, COSTS, [fixed, rate]).score(SkipSet())
+    assert 0.5 < alone[1] / alone[0] < 0.98
+    assert score.controller.name == chosen
+
+
 def test_only_what_is_clearly_worse_is_pruned(model, texts):
     """Pruned or not, sets are ranked as without pruning, and the best is never pruned."""
     skips = [SkipSet(), SkipSet((2,), ()), SkipSet((0, 1, 2), (0, 1, 2)), SkipSet((1,), (1,)), SkipSet((), (2,))]
