@@ -34,7 +34,7 @@ from .trace import LONGEST_DRAFT, Trace, controllers_in_play, long_enough, walk
 
 SHARES = (0.25, 0.5, 1.0)  # of each text's starts (draft positions), replayed in turn until the path is pruned
 RANKING_SHARE = 0.125  # of each text's starts, replayed to rank sub-layers by the gain of skipping one alone
-LEARNT = 0.98  # a controller that decides by costs is chosen from this share of the others' speed on: it adapts to texts
+LEARNT = 0.98  # share of the best speed from which a controller that decides by costs is chosen: it adapts to texts
 ERRORS = 0.5  # standard errors by which a path must be worse than the best path to be pruned
 WITH_CANDIDATES = 3  # controllers that are also tried with several candidates for each position
 ALONE = 2  # draft length when sub-layers are skipped one at a time to find the gain of each
