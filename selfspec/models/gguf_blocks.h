@@ -160,7 +160,7 @@ INLINE void sums_of_blocks(const Weight &w, int64_t o, const float *x, int64_t l
                 zero[i] = floats{} + float16(of[1]);
                 table[i] = scaled_table(scale[i], zero[i]);
             }
-            if ((b * step & 63) == 0) __builtin_prefetch(from + O * row + b * step * O + i * 64, 0, 0);  // in the order of memory
+            if ((b * step & 63) == 0) __builtin_prefetch(from + 2 * O * row + b * step * O + i * 64);  // in the order of memory
         }
         for (int j = 0; j < step; j += V) {
             const float *const of_rows = x + b * BLOCK + j;
