@@ -154,6 +154,8 @@ class _Incumbent:
 class ReplayObjective:
     """The objective that predicts tokens per second from a replay, with the best of `controllers` for each path.
 
+    A controller that decides by costs counts as the best from the share `LEARNT` of the highest speed on.
+
     `controllers` None: those of `controllers_in_play`, up to the longest draft that can pay off. The best few
     controllers are also tried with several candidates for each position. Controllers that need a payoff model get the
     payoff model fitted to the trace. A path is replayed on a share of the starts (positions that drafts begin at), then

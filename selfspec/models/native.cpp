@@ -37,8 +37,8 @@ constexpr int MANY = 8;                  // of many rows: fewer stay nearer, whi
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
 constexpr int ONCE = 12;                 // such rows that a weight is read once for: more wait less while it comes
 
-constexpr int64_t AHEAD = 4096;          // bytes, at least, from the weights that are multiplied to those that are prefetched
-constexpr bool FETCHES = V >= 16;        // whether weights are fetched while others are multiplied: short vectors gain nothing
+constexpr int64_t AHEAD = 4096;          // bytes from weights that are multiplied to those that are prefetched: of rows, at least
+constexpr bool FETCHES = V >= 16;        // whether turns share in fetching what is multiplied after them: short vectors gain nothing
 constexpr int FEWEST = 4;                // rows of a turn, at least, where more than `ONCE` rows take several turns
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
@@ -381,8 +381,9 @@ template <int K> INLINE float load_one(const char *row, int64_t k) {
 }
 
 // Weights that are fetched while others are multiplied: at each step of the inputs, bytes from `from` on, in the order of
-// memory, which is read a fifth faster so than several of its rows by turns. Of rows `row` bytes apart, pieces are fetched, of
-// which one ends at `end`, and the next one begins `skip` bytes later. `step`: bytes that each of several turns fetches.
+// memory. It is read a fifth faster so than the weights of several outputs side by side. Of an output, the weights of the inputs
+// that are multiplied at once end at `end`; those of the next output begin `skip` bytes later, and end `row` bytes later.
+// `step`: bytes that each of several turns fetches.
 struct Ahead {
     const char *from, *end;
     int64_t row, skip, step;
@@ -479,7 +480,7 @@ template <int R, int O> INLINE void put_all(const Weight &w, int64_t o, int64_t 
 // What a block of products is of: `n` rows, which lie side by side in `side` too if they are many, filled up as `room` says, and
 // the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there. All rows are multiplied with
 // the same weights in `turns` turns, of which this is number `turn`; each fetches its share of the weights `next` bytes after
-// those, if that is not 0. `after`: the weights of the first output and input that are multiplied after these.
+// those, if that is not 0. `after`: the weights that follow these outputs and inputs, to be prefetched; it may lie past the end.
 struct Rows {
     int64_t n;
     const float *x;
@@ -528,7 +529,7 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
         const Ahead ahead = {from + rows.next + O * row * rows.turn / rows.turns + rows.from / STEP * step, nullptr, 0, 0, step};
         k = sums_of_inputs<K, R, O, SIDE, FETCH>(w, from, row, rows, ahead, a);
     } else {
-        constexpr int64_t LEAST = O > 2 ? AHEAD : 2 * AHEAD;  // two outputs take less time for their bytes
+        constexpr int64_t LEAST = O > 2 ? AHEAD : 2 * AHEAD;  // the step of fewer outputs takes less time
         const int64_t piece = row_bytes<K>(rows.to - rows.from), other = o + O * (1 + LEAST / (O * piece + 1));
         const char *const next = other < to ? w.values + other * row + row_bytes<K>(rows.from) : rows.after + (other - to) * row;
         k = sums_of_inputs<K, R, O, SIDE, false>(w, from, row, rows, {next, next + piece, row, row - piece, 0}, a);

@@ -120,7 +120,7 @@ INLINE void multiply_tiles(const Weight &w, int64_t tile, const Int8Rows &x, int
     const char *weights = w.values + tile * each;
     const uint16_t *grid = (const uint16_t *)w.scale + tile * each_grid;
     lane_floats scale[PARTS], zero[PARTS];
-    const bool in_order = T > 1 && T * each <= MOST_IN_ORDER;  // the next tiles, which is faster than ahead in each of these
+    const bool in_order = T > 1 && T * each <= MOST_IN_ORDER;  // fetches the next tiles one after the other; else each of these ahead
     const char *ahead = weights + T * each, *grid_ahead = (const char *)(grid + T * each_grid);
     for (int64_t b = 0; b < x.blocks; b++, weights += BYTES, ahead += T * BYTES) {
         if (K == INT4 && (b * BLOCK & ((1 << w.group) - 1)) == 0) {

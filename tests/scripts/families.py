@@ -7,9 +7,9 @@
 Random weights in the shapes of small published models, in float32 unless `--dtype` says otherwise; `smollm2` is
 SmolLM2-135M with its own weights, made to run through its own forward and to answer chat prompts. Prints a table row a
 family: the bytes that a plain step reads, their share of the time that reading them takes at the machine's bandwidth, a
-verification of 4 and 8 tokens, and draft steps in int8 and int4 (with an int8 head, of all tokens or of a quarter of
-them), as multiples of a plain step; for families that run through their own forward, also decoded tokens/s, plainly and
-with int8 drafts. Nothing else may run.
+verification of 4 and 8 tokens, and draft steps in int8, in int4, and in int4 with a head over a quarter of the
+vocabulary (heads in int8), as multiples of a plain step; for families that run through their own forward, also decoded
+tokens/s, plainly and with int8 drafts. Nothing else may run.
 """
 
 from __future__ import annotations

@@ -79,6 +79,10 @@ class Comparison:
     model: str = MODEL
     contexts: Sequence[int] = ()
 
+    def measured(self, dtype: str, temperature: float) -> list[str]:
+        """The methods of a dtype that are measured at a temperature: peers decode greedily only."""
+        return [name for name in self.methods[dtype] if name in OURS or not temperature]
+
     def restricted(self, names: Sequence[str]) -> Comparison:
         """The comparison of these methods only."""
         return replace(self, methods={dtype: [n for n in own if n in names] for dtype, own in self.methods.items()})
@@ -118,8 +122,8 @@ class Worker:
 
 
 def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[str, Worker]:
-    """The process of each method at a dtype and temperature; of peers, greedily those that are there, else none."""
-    names, threads = [name for name in of.methods[dtype] if name in OURS or not temperature], run.given.threads
+    """The process of each method at a dtype and temperature; methods whose peer is not there are left out."""
+    names, threads = of.measured(dtype, temperature), run.given.threads
     common = {"model": run.model_of(of.model, dtype), "dtype": in_torch(dtype), "threads": threads}
     found: dict[str, Worker] = {}
     drafts = {name: method for name, method in OURS.items() if name in names}
@@ -148,10 +152,10 @@ def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[st
 
 def planned(of: Comparison, prompts: Sequence[Question], most: int) -> Iterator[tuple[str, float, int, Question, str]]:
     """Each run of a comparison in order: its dtype, temperature, round, prompt and method. `most`: rounds at most."""
-    for dtype, methods in of.methods.items():
-        ours = [name for name in methods if name in OURS]
+    for dtype in of.methods:
         for temperature, rounds in of.rounds.items():
-            peers = [] if temperature else [name for name in methods if name not in OURS]
+            methods = of.measured(dtype, temperature)
+            ours, peers = [name for name in methods if name in OURS], [name for name in methods if name not in OURS]
             for turn in range(0 if peers else 1, 1 + min(rounds, most)):
                 names = ours if turn else ["plain", *peers]
                 for at, prompt in enumerate(prompts if turn else prompts[:: of.peers_every]):
@@ -298,7 +302,7 @@ def ratio_of_means(pairs: Pairs, seconds: Callable[[dict[str, Any]], float] = wh
 
 
 def revision() -> str:
-    """The commit that is measured, with a + where files differ from it, those written here aside."""
+    """The commit that is measured, with a + where other files than these results differ from it."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
