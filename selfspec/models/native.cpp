@@ -310,12 +310,9 @@ template <int R, int O> INLINE void totals(const floats (&a)[R][O], float (&out)
 #undef NTH
 }
 
-// e^x, within 2 units in the last place; 0 below -87.
-INLINE floats exponential(floats x) {
-    ints none = x < -87.0f;
-    x = x > 88.0f ? floats{} + 88.0f : x;
-    x = none ? floats{} : x;
-    floats n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded
+// The power of two nearest to e^x, by its exponent; what e^x is of it, for the rest `r` of x.
+INLINE floats exponent_of(floats x) { return fused(x, floats{} + 1.44269504088896341f, floats{} + 12582912.0f) - 12582912.0f; }
+INLINE floats exponential_beside(floats x, floats n) {
     floats r = fused(n, floats{} - 0.693359375f, x);
     r = fused(n, floats{} + 2.12194440e-4f, r);
     floats y = floats{} + 1.9875691500e-4f;
@@ -324,9 +321,25 @@ INLINE floats exponential(floats x) {
     y = fused(y, r, floats{} + 4.1665795894e-2f);
     y = fused(y, r, floats{} + 1.6666665459e-1f);
     y = fused(y, r, floats{} + 5.0000001201e-1f);
-    y = fused(y * r, r, r) + 1.0f;
-    floats power = (floats)((__builtin_convertvector(n, ints) + 127) << 23);
-    return none ? floats{} : y * power;
+    return fused(y * r, r, r) + 1.0f;
+}
+// y times 2^n, of a whole n up to 127; 0 below 2^-126, or less.
+INLINE floats scaled(floats y, floats n) {
+#if V == 16
+    return (floats)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+    const ints power = __builtin_convertvector(n, ints) + 127;
+    return y * (floats)((power > 0 ? power : ints{}) << 23);
+#endif
+}
+
+// e^x, within 2 units in the last place; 0 below -87.
+INLINE floats exponential(floats x) {
+    const ints none = x < -87.0f;
+    x = x > 88.0f ? floats{} + 88.0f : x;
+    x = none ? floats{} : x;
+    const floats n = exponent_of(x);
+    return none ? floats{} : scaled(exponential_beside(x, n), n);
 }
 
 // tanh x, within 2 units in the last place.
@@ -966,7 +979,7 @@ static void run(const Pass &p, const Place &place, float *stream, float *shared,
 static int64_t shared_floats(const Pass &p, const Place &place, int64_t threads) {
     return place.n * (2 * (p.heads + p.kv_heads) * p.head_dim + 3 * p.intermediate + p.hidden) + shared_score_floats(p, place, threads);
 }
-static int64_t own_floats(const Pass &p, const Place &place) { return 2 * place.n * p.hidden + MOST_QUERIES * score_floats(place); }
+static int64_t own_floats(const Pass &p, const Place &place) { return 2 * place.n * p.hidden + MOST_QUERIES * tile_floats(place); }
 
 template <typename T>
 static void pass(const Pass &p, const Place &place, float *stream, float *out, float *scratch, int64_t threads) {

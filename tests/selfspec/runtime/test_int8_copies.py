@@ -18,7 +18,7 @@ from natives import LAYERS, MODELS, model_of, random_tree, tokens_for
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.cache import Int8Copies
 from selfspec.runtime.forward import COPIED, LeanRuntime
-from selfspec.speculation.drafts import NO_DRAFT
+from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.tree_batch import PlacedDraft
 from selfspec.types.draft_path import FULL, DraftPath
 
@@ -188,3 +188,21 @@ def test_over_many_slots_a_token_has_the_same_bits_alone_and_among_others(name, 
     assert float((found[0] - other).float().norm()) < (0.1 if path is LOW else 0.06 if "bf" in name else 1e-4) * float(
         other.float().norm()
     )
+
+
+@pytest.mark.parametrize("path", [FULL, LOW], ids=["full", "int8"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen2"])
+@pytest.mark.parametrize("start", [635, 640])
+def test_over_many_slots_a_branch_of_a_tree_has_the_bits_of_its_chain(name, path, start):
+    """The slots of a branch are not its positions, by whose parity products in bfloat16 are paired."""
+    runtime, chance = runtime_of(name), random.Random(start)
+    draft, branch = random_tree(chance, 20), [19]
+    while draft.parents[branch[0]] >= 0:
+        branch.insert(0, draft.parents[branch[0]])
+    compiled, chain = runtime.compile(path), Draft.chain([draft.tokens[node] for node in branch])
+    with runtime.session(N), threads(2):
+        found = []
+        for one in (draft, chain):
+            runtime.forward(tokens_for(0, start), 0, logits=None, rows=slice(0, 1))
+            found.append(runtime.forward_drafts([PlacedDraft(0, 7, start, one)], path=compiled)[0].logits)
+    assert torch.equal(found[0][:, [0, *(1 + node for node in branch)]], found[1])
