@@ -27,6 +27,7 @@ DRAFTED, LATELY = 8, 3  # numbers of latest drafted rounds: to estimate the next
 PROBE = 128  # tokens after which a plain round is due
 MOST = 20.0  # cap on a batch's slack, in plain rounds, so that time saved long ago cannot be lost now
 CHANGED = 0.25  # relative change of verification time after which plain timings are discarded
+COLD = 2.0  # most by which a first call takes longer than later ones, as what it reads is in no cache
 STALLED = 2.0  # most that a round is charged, in what as much work is known to take: the rest was the machine's
 PATIENCE = 32  # rounds without a draft, because of recorded times alone, after which these are discarded
 
@@ -138,9 +139,11 @@ class _RoundTimes:
             self.denied, self.patience = 0, 2 * self.patience
 
     def part(self, part: DraftCall) -> float:
-        """Return the seconds of one draft call for one sequence; before the first such call, of a plain round."""
-        known = self.parts.get(part)
-        return self.step * (_second_highest(known) if known else 1 / self.sequences)
+        """Return the seconds of one draft call for one sequence; before the first such call, of a plain round.
+
+        What a first call reads is in no cache: of the second, no more is expected than was assumed of the first.
+        """
+        return self.step * _expected(self.parts.get(part, ()), 1 / self.sequences)
 
     def draft(self, work: Work) -> float:
         """Return the seconds of a draft with this work."""
@@ -159,12 +162,14 @@ class _RoundTimes:
     def seconds_besides_drafting(self, nodes: int = 1) -> float:
         """Return the seconds of a round with drafts of `nodes` tokens less its drafting.
 
-        A wider round takes no less than a narrower one. Before the first round of a width, the value is assumed.
+        A wider round takes no less than a narrower one. Before the first round of a width, the value is assumed; no
+        more is expected of the second.
         """
-        width = _width(nodes)
-        steps = [0.0, *(_second_highest(known) for narrower, known in self.rest.items() if narrower <= width)]
-        assumed = 0.0 if width in self.rest else max(FIRST_REST, WIDER * max(steps))
-        return self.step * max(*steps, assumed)
+        steps = 0.0
+        for width in (each for each in WIDTHS if each in self.rest or each == _width(nodes)):
+            if width <= _width(nodes):
+                steps = max(steps, _expected(self.rest.get(width, ()), max(FIRST_REST, WIDER * steps)))
+        return self.step * steps
 
 
 class Guard(DelegatingDrafter):
@@ -446,6 +451,16 @@ def _median(seconds: Sequence[float] | deque[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 2]
 
 
-def _second_highest(seconds: deque[float]) -> float:
-    """Return the second highest time, or the single time: one disturbed measurement must not stop drafting."""
-    return sorted(seconds)[-min(2, len(seconds))]
+def _expected(seconds: Sequence[float] | deque[float], assumed: float) -> float:
+    """Return the second highest of recent times, and without any the `assumed` one.
+
+    A single time that is at most `COLD` times the assumed one counts as no more than that.
+    """
+    if len(seconds) > 1:
+        return _second_highest(seconds)
+    return assumed if not seconds or assumed < seconds[0] <= COLD * assumed else seconds[0]
+
+
+def _second_highest(seconds: Sequence[float] | deque[float]) -> float:
+    """Return the second highest of several times: one disturbed measurement must not stop drafting."""
+    return sorted(seconds)[-2]

@@ -423,7 +423,11 @@ def command(given: argparse.Namespace, name: str) -> str:
 
 def main() -> None:
     """Measure, summarise, and write the tables."""
-    given = arguments().parse_args()
+    parser = arguments()
+    given = parser.parse_args()
+    names = [*(one.name for one in COMPARISONS), *SCRIPTS]
+    if unknown := sorted(set(given.only.split(",")) - set(names)):
+        parser.error(f"--only {','.join(unknown)}: expected some of {','.join(names)}")
     import tables
     import torch
 

@@ -8,7 +8,7 @@ import torch
 from selfspec.controllers import FixedK
 from selfspec.controllers.batch_scheduler import PRIOR_DRAFTS
 from selfspec.drafters.controlled import ControlledDrafter
-from selfspec.proposers.base import ProposerChain
+from selfspec.proposers.base import NO_PROPOSAL, ProposerChain
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
@@ -30,3 +30,29 @@ def test_the_first_token_of_a_draft_is_judged_by_its_own_sequences_drafts():
     assert drafter.first_chance(other, 0.8) == pytest.approx((0.8 * PRIOR_DRAFTS + 1) / (PRIOR_DRAFTS + 1))
     drafter.end(one)
     assert drafter.first_chance(one, 0.8) == 0.8
+
+
+def test_proposers_have_read_the_prompt_before_the_first_draft():
+    """Reading a long one takes as long as a pass, which the first draft would be charged with."""
+    read = []
+
+    class Reader:
+        def append(self, token):
+            read.append(token)
+
+        def look_up(self, drafted, most):
+            return NO_PROPOSAL
+
+    class Reading:
+        name = "reading"
+
+        def reader(self):
+            return Reader()
+
+    drafter = ControlledDrafter(FixedK(2), ProposerChain([Reading()]))
+    seq = SequenceState([3, 1, 4], 8, Sampler())
+    drafter.begin(seq, ForwardOutput(None))
+    assert read == [3, 1, 4]
+    seq.tokens += (1,)
+    drafter.look_up(seq, 2)
+    assert read == [3, 1, 4, 1]

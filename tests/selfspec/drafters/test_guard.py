@@ -274,6 +274,27 @@ def test_one_disturbed_round_does_not_end_drafting():
     assert drafter.made > 30
 
 
+class Cold(Chain):
+    """Drafts of which the first one takes longer, as its weights are in no cache."""
+
+    def propose(self, seqs, limits):
+        usual = self.seconds
+        self.seconds = usual if self.made else 1.7
+        drafts = super().propose(seqs, limits)
+        self.seconds = usual
+        return drafts
+
+
+def test_a_first_draft_that_is_slow_and_wrong_does_not_end_those_of_the_next_text():
+    clock = Clock()
+    drafter = Cold(clock, 0.3, 1)
+    guard = Guard(drafter, clock=clock)
+    decode(guard, clock, 4, accepted=lambda n: 0)
+    assert drafter.made == 1
+    decode(guard, clock, 32, accepted=lambda n: 1)
+    assert drafter.made > 10
+
+
 @pytest.mark.parametrize("stall", [10.0, 1000.0])
 def test_a_machine_that_stalls_does_not_end_the_drafts_of_a_short_text(stall):
     """Plain decoding would have stalled as well, so the stall is not what drafting lost."""
