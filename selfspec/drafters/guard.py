@@ -165,9 +165,9 @@ class _RoundTimes:
         A wider round takes no less than a narrower one. Before the first round of a width, the value is assumed; no
         more is expected of the second.
         """
-        steps = 0.0
-        for width in (each for each in WIDTHS if each in self.rest or each == _width(nodes)):
-            if width <= _width(nodes):
+        widest, steps = _width(nodes), 0.0
+        for width in WIDTHS[: WIDTHS.index(widest) + 1]:
+            if width in self.rest or width == widest:
                 steps = max(steps, _expected(self.rest.get(width, ()), max(FIRST_REST, WIDER * steps)))
         return self.step * steps
 
@@ -188,9 +188,10 @@ class Guard(DelegatingDrafter):
     verification time of a number of tokens has changed (two rounds). Recorded times that alone leave no time for a
     draft are discarded after 32 rounds, then after 64, and so on. If the rest of a drafted round takes less than t,
     that rest counts as a plain round. The estimated time of a draft is the sum over its calls, each at the second
-    highest of that call's recent times. If the machine's speed varies, t follows its slower times. In a batch the bound
-    holds for each sequence, against plain rounds of the same batch size; after `bound_together` it holds for the batch
-    as a whole.
+    highest of that call's recent times; a single time of at most twice what was assumed counts as no more than was
+    assumed, because a first call reads from no cache. If the machine's speed varies, t follows its slower times. In a
+    batch the bound holds for each sequence, against plain rounds of the same batch size; after `bound_together` it
+    holds for the batch as a whole.
 
     For a seeded sequence nothing depends on `clock`: `payoff` gives the cost of a round, and without a `payoff` its
     drafts are not limited. `measure_payoff` measures a payoff model on this machine (None: not possible); `calibrate`

@@ -68,6 +68,11 @@ struct Tile {
         if (end > to) end = to;
         return first < to;
     }
+    Tile following() const {
+        Tile tile = *this;
+        tile.next();
+        return tile;
+    }
 };
 
 // What is fetched while something else is multiplied: rows of `lines` cache lines, `stride` bytes apart. `left`: lines that are
@@ -469,13 +474,11 @@ template <typename T> static void attended(Query *query, int64_t n, const Head<T
         }
     };
     for (Tile tile(span.first, masked, head.stride); tile.next();) {
-        Tile next = tile;
-        next.next();
         for (int64_t j = 0; j < n; j++) query[j].origin = tile.first;
         scored(query, n, head, d, tile, near, coming_values(head, d, tile, 0, d, score_steps<T>(n, d, tile)));
         weights(tile.first, tile.end);
         for (int64_t j = 0; j < n; j++) summed_up<T>(query[j], tile.first, tile.end);
-        mixed_up(query, n, head, d, tile, near, 0, d, coming_keys(head, d, next, mix_steps<T>(n, tile, 0, d)));
+        mixed_up(query, n, head, d, tile, near, 0, d, coming_keys(head, d, tile.following(), mix_steps<T>(n, tile, 0, d)));
     }
 #if defined(PAIRS)
     if constexpr (in_pairs<T>)
@@ -547,11 +550,8 @@ static void attention_together(const Pass &p, const Layer &layer, const Place &p
         const int64_t first = from - head * slots, last = to - head * slots < slots ? to - head * slots : slots, end = span.first + last;
         queries(head);
         const Head<T> own = head_of(all, segment, head, d);
-        for (Tile tile(span.first + first, end < span.end ? end : span.end, own.stride); tile.next();) {
-            Tile next = tile;
-            next.next();
-            scored(query, n, own, d, tile, near, coming_keys(own, d, next, score_steps<T>(n, d, tile)));
-        }
+        for (Tile tile(span.first + first, end < span.end ? end : span.end, own.stride); tile.next();)
+            scored(query, n, own, d, tile, near, coming_keys(own, d, tile.following(), score_steps<T>(n, d, tile)));
         from += last - first;
     }
     team.wait();
@@ -568,11 +568,8 @@ static void attention_together(const Pass &p, const Layer &layer, const Place &p
         const Head<T> own = head_of(all, segment, head, d);
         const int64_t masked = masked_from<T>(*query, span);
         for (int64_t j = 0; j < n; j++) cleared(query[j], k, end), summed_up<T>(query[j], span.first, masked);
-        for (Tile tile(span.first, masked, own.stride); tile.next();) {
-            Tile next = tile;
-            next.next();
-            mixed_up(query, n, own, d, tile, near, k, end, coming_values(own, d, next, k, end, mix_steps<T>(n, tile, k, end)));
-        }
+        for (Tile tile(span.first, masked, own.stride); tile.next();)
+            mixed_up(query, n, own, d, tile, near, k, end, coming_values(own, d, tile.following(), k, end, mix_steps<T>(n, tile, k, end)));
 #if defined(PAIRS)
         if constexpr (in_pairs<T>)
             for (int64_t j = 0; j < n && masked < span.end; j++) mixed_masked(query[j], own, d, masked, k, end);
@@ -582,12 +579,12 @@ static void attention_together(const Pass &p, const Layer &layer, const Place &p
     }
 }
 
-// Attention of queries `from` to `to` of one key head of a segment, whose first token is `first`.
+// Attention of queries `from` to `to` of one key head of a segment, whose first token is `first`. `scores`: as in `attended`.
 template <typename T>
-static void attend(const Pass &p, const Layer &layer, const Place &place, const Segment &segment, int64_t head, int64_t first, int64_t from, int64_t to, const float *qkv, const Head<T> &all, float *scores, float *mixed) {
+static void attend(const Pass &p, const Layer &layer, const Place &place, const Segment &segment, int64_t head, int64_t first, int64_t from, int64_t to, const float *qkv, const Head<T> &all, float *scores, int64_t room, float *mixed) {
     Query query[MOST_QUERIES];
     const Span span = queries_of(p, layer, place, segment, head, first, from, to, qkv, mixed, query);
-    attended(query, to - from, head_of(all, segment, head, p.head_dim), p.head_dim, span, scores, tile_floats(place));
+    attended(query, to - from, head_of(all, segment, head, p.head_dim), p.head_dim, span, scores, room);
 }
 
 // This thread's share of attention, by what it takes: neighbours, of few segments and heads. What a query takes counts as its
@@ -597,6 +594,7 @@ static void attention(const Pass &p, const Layer &layer, const Place &place, con
     if (shared_score_floats(p, place, team.threads)) return attention_together(p, layer, place, qkv, head, shared_scores, mixed, team);
     const int64_t window = place.spec[layer.spec].window, group = p.heads / p.kv_heads;
     const auto cost = [&](const Segment &segment) { return (window && window < segment.kv_len ? window : segment.kv_len) + 4 * V; };
+    const int64_t room = tile_floats(place);
     int64_t all = 0, before = 0, first = 0;
     for (int64_t i = 0; i < place.segments; i++) all += place.segment[i].n * p.heads * cost(place.segment[i]);
     const int64_t begin = team.share(all, 1), end = team.end(all, 1);
@@ -609,7 +607,7 @@ static void attention(const Pass &p, const Layer &layer, const Place &place, con
             const int64_t at = from % of_head;
             int64_t count = of_head - at < to - from ? of_head - at : to - from;
             if (count > MOST_QUERIES) count = MOST_QUERIES;
-            attend<T>(p, layer, place, segment, from / of_head, first, at, at + count, qkv, head, scores, mixed);
+            attend<T>(p, layer, place, segment, from / of_head, first, at, at + count, qkv, head, scores, room, mixed);
             from += count;
         }
         before += queries * each;

@@ -310,7 +310,7 @@ template <int R, int O> INLINE void totals(const floats (&a)[R][O], float (&out)
 #undef NTH
 }
 
-// The power of two nearest to e^x, by its exponent; what e^x is of it, for the rest `r` of x.
+// e^x = y 2^n: the whole number n, and y for it, between the roots of 1/2 and 2.
 INLINE floats exponent_of(floats x) { return fused(x, floats{} + 1.44269504088896341f, floats{} + 12582912.0f) - 12582912.0f; }
 INLINE floats exponential_beside(floats x, floats n) {
     floats r = fused(n, floats{} - 0.693359375f, x);
