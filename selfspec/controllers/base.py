@@ -71,10 +71,11 @@ class Controller(ABC):
         """Return the number of candidates at each position, drafted token included: 1 to `most`, by default `most`."""
         return [most] * len(confidences)
 
-    def lookup_length(self, chances: Sequence[float]) -> int:
+    def lookup_length(self, chances: Sequence[float], *, only: bool = False) -> int:
         """Return how many lookup tokens to verify without drafting; 0 (the default): draft instead.
 
-        `chances`: for each token, the chance that it is right if all before it are.
+        `chances`: for each token, the chance that it is right if all before it are. `only`: whether nothing can be
+        drafted instead, so that 0 makes a plain decode step.
         """
         return 0
 

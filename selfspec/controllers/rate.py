@@ -104,7 +104,7 @@ class RateOptimal(Controller):
         """Use the payoff model's costs at a context length of `keys` tokens."""
         payoff = self.payoff.at(keys)
         if payoff.context not in self._locals:
-            pace = _best_rate(payoff, self.k_max) / _best_rate(self.payoff, self.k_max)
+            pace = best_rate(payoff, self.k_max) / best_rate(self.payoff, self.k_max)
             self._locals[payoff.context] = _LocalCosts(payoff, _prices(payoff, self.k_max), pace)
         self._local = self._locals[payoff.context]
 
@@ -162,14 +162,17 @@ class RateOptimal(Controller):
             counts[i] += 1
         return counts
 
-    def lookup_length(self, chances: Sequence[float]) -> int:
-        """Return the number of lookup tokens that gains most over decoding at `rate`; 0 if no number gains."""
-        best, taken = 0.0, 0
+    def lookup_length(self, chances: Sequence[float], *, only: bool = False) -> int:
+        """Return the number of lookup tokens that gains most over decoding at `rate`; 0 if no number gains.
+
+        `only`: compare with plain decoding instead.
+        """
+        best, taken, rate = 0.0, 0, 1.0 if only else self._local_rate
         tokens = reach = 1.0
         for n, chance in enumerate(chances, start=1):
             reach *= chance
             tokens += reach
-            worth = tokens - self._local_rate * self._local.payoff.rounds[1 + n]
+            worth = tokens - rate * self._local.payoff.rounds[1 + n]
             if worth > best:
                 best, taken = worth, n
         return taken
@@ -232,7 +235,7 @@ def _mean_following(following: Sequence[float]) -> float:
     return min(sum(following) / len(following), 1.0)
 
 
-def _best_rate(payoff: PayoffModel, k_max: int) -> float:
+def best_rate(payoff: PayoffModel, k_max: int) -> float:
     """Return the expected tokens in the time of a plain step of the best draft length, all tokens being alike."""
     later, tokens, best = _mean_following(payoff.curve.following), 1.0, 1.0
     for n in range(1, min(k_max, len(payoff.rounds) - 2) + 1):

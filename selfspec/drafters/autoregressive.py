@@ -18,7 +18,7 @@ from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PROBABILITY, Confidence
-from selfspec.types.draft_work import DRAFT_PATH, Work, passes_of, with_head_steps
+from selfspec.types.draft_work import DRAFT_PATH, LOOKUP_WORK, Work, passes_of, with_head_steps
 from selfspec.types.methods import WIDEST_DRAFT
 
 # Most sequences of a batch whose draft passes check lookup tokens, and whose drafts have further candidates. Of one
@@ -98,9 +98,13 @@ class ChainDrafter(ControlledDrafter):
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification pass
         self._few = True  # whether at most `FEW` sequences decode together
 
-    @abstractmethod
     def max_work(self, limit: Limit) -> Work:
-        """Return the most work that a draft within the limit can take."""
+        """Return the most work that a draft within the limit can take: that of a lookup if it may do nothing else."""
+        return LOOKUP_WORK if limit.lookup_only else self._most_work(max(min(*limit[:2], self._deepest), 0))
+
+    @abstractmethod
+    def _most_work(self, tokens: int) -> Work:
+        """Return the most work that a draft of `tokens` tokens can take."""
 
     @abstractmethod
     def _pass(self, chains: Sequence[Chain]) -> None:
@@ -112,10 +116,15 @@ class ChainDrafter(ControlledDrafter):
         load = self.load if len(seqs) > 1 else None
         self._few = load is None or len(seqs) <= FEW
         chains = (
-            [self._start_chain(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
+            [
+                self._start_chain(seq, max_tokens, lookup_only=limit.lookup_only)
+                for seq, max_tokens, limit in zip(seqs, token_limits, limits, strict=True)
+            ]
             if load is None
             else self._start_batch(seqs, token_limits, load)
         )
+        for chain, limit in zip(chains, limits, strict=True):
+            chain.loop.wants = chain.loop.wants and not limit.lookup_only
         while live := self._live(chains, load):
             start = clock()
             self._pass(live)
@@ -130,10 +139,10 @@ class ChainDrafter(ControlledDrafter):
         """Return the most lookup tokens that the draft's next pass checks; 0 in batches of more than `FEW`."""
         return chain.remaining - len(chain.tokens) - 1 if self._few else 0
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int, *, lookup_only: bool = False) -> Chain:
         """Return a draft without tokens; it stays empty if the controller has lookup tokens verified instead."""
         controller, proposal = self.controller_of(seq), self.look_up(seq, max_tokens)
-        taken = proposal.cut(controller.lookup_length(proposal.chances))
+        taken = proposal.cut(controller.lookup_length(proposal.chances, only=lookup_only))
         return Chain(
             seq, DraftLoop(controller, depth=0 if taken.tokens else min(max_tokens, self._deepest)), max_tokens, taken
         )

@@ -17,7 +17,6 @@ from selfspec.models.vocabularies import TokenMap
 from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.paged import PagedCache
-from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
@@ -93,9 +92,11 @@ class ModelDrafter(LayerSkipDrafter):
         self._right.pop(seq, None)
         self._missing.pop(seq, None)
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int, *, lookup_only: bool = False) -> Chain:
         """Return a draft without tokens, limited by the draft model's context length."""
-        return super()._start_chain(seq, max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0))
+        return super()._start_chain(
+            seq, max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0), lookup_only=lookup_only
+        )
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute raw logits as the base class does, reading the uncached tokens first or in the same pass."""
@@ -171,9 +172,9 @@ class CrossVocabularyDrafter(ChainDrafter):
         self._cached: dict[int, list[int]] = {}  # by cache row: the cached tokens
         self._texts: dict[SequenceState, list[int]] = {}  # texts of current drafts in the draft model's tokens
 
-    def max_work(self, limit: Limit) -> Work:
-        """Return the work of one draft pass for each token of the deepest draft allowed, each pass of maximum width."""
-        tokens, widest = max(min(limit.depth, limit.nodes, self._deepest), 0), len(self.proposer_chain.prices)
+    def _most_work(self, tokens: int) -> Work:
+        """Return the work of one draft pass for each token, each pass of maximum width."""
+        widest = len(self.proposer_chain.prices)
         return passes_of(min(widest, tokens - i) for i in range(tokens))
 
     def end(self, seq: SequenceState) -> None:
@@ -181,12 +182,12 @@ class CrossVocabularyDrafter(ChainDrafter):
         super().end(seq)
         self._texts.pop(seq, None)
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int, *, lookup_only: bool = False) -> Chain:
         """Tokenise the text for the draft model; return an empty draft, limited by that model's context length."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = self.words.read(seq.tokens) or []
         left = self.runtime.skeleton.context - len(text) if text else 0
-        return super()._start_chain(seq, max(min(max_tokens, left), 0))
+        return super()._start_chain(seq, max(min(max_tokens, left), 0), lookup_only=lookup_only)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute the raw logits after each draft's last token and its lookup tokens, over the target's vocabulary.

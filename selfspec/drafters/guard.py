@@ -15,7 +15,7 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.rounds import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
-from selfspec.types.draft_work import NO_WORK, DraftCall, Work, steps_of
+from selfspec.types.draft_work import LOOKUP_CALL, NO_WORK, DraftCall, Work, steps_of
 from selfspec.types.methods import WIDEST_DRAFT
 
 SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
@@ -29,6 +29,7 @@ MOST = 20.0  # cap on a batch's slack, in plain rounds, so that time saved long 
 CHANGED = 0.25  # relative change of verification time after which plain timings are discarded
 COLD = 2.0  # most by which a first call takes longer than later ones, as what it reads is in no cache
 STALLED = 2.0  # most that a round is charged, in what as much work is known to take: the rest was the machine's
+LOOKUP = 0.25  # assumed time of the first lookup, in plain rounds
 PATIENCE = 32  # rounds without a draft, because of recorded times alone, after which these are discarded
 
 
@@ -61,6 +62,7 @@ class _Round:
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
     charged: float = 0.0  # those that count as taken, set then too
+    denied: bool = False  # whether the bound left no time for a draft pass
     guided: bool = False  # whether guides force tokens in this round, which make it wider than its drafts do
     plan: RoundPlan = PLAIN  # if the round was planned for the device
 
@@ -92,18 +94,19 @@ class _RoundTimes:
         self.lately.clear()
         self.then.clear()
 
-    def see_drafted(self, work: Work, drafting: float, rest: float, drafted: int = 0) -> None:
+    def see_drafted(self, work: Work, drafting: float, rest: float, drafted: int = 0, *, denied: bool = False) -> None:
         """Add the times of a drafted round: `drafting` seconds for `work`, and `rest` seconds for everything else.
 
         `drafting` is divided among the calls of `work` in proportion to their known costs. If `rest` for this number of
         `drafted` tokens has changed by more than `CHANGED` since the last plain round, the plain timings are discarded.
         If `rest` is below the time of a plain round, it is recorded as a plain round too, because a plain round has
-        fewer rows and cannot take longer.
+        fewer rows and cannot take longer. `denied`: whether no more than a lookup was allowed.
         """
         if not self.step:
             return  # nothing to compare with
-        self.denied = 0
-        if drafting + rest <= (1 + FIRST_REST) * self.step:
+        if not denied:
+            self.denied = 0
+        if not denied and drafting + rest <= (1 + FIRST_REST) * self.step:
             self.patience = PATIENCE
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
@@ -141,9 +144,11 @@ class _RoundTimes:
     def part(self, part: DraftCall) -> float:
         """Return the seconds of one draft call for one sequence; before the first such call, of a plain round.
 
-        What a first call reads is in no cache: of the second, no more is expected than was assumed of the first.
+        A lookup runs no model: it is assumed to take `LOOKUP` of that. What a first call reads is in no cache: of the
+        second, no more is expected than was assumed of the first.
         """
-        return self.step * _expected(self.parts.get(part, ()), 1 / self.sequences)
+        assumed = LOOKUP if part == LOOKUP_CALL else 1.0
+        return self.step * _expected(self.parts.get(part, ()), assumed / self.sequences)
 
     def draft(self, work: Work) -> float:
         """Return the seconds of a draft with this work."""
@@ -181,17 +186,17 @@ class Guard(DelegatingDrafter):
     are, if a plain step takes milliseconds: the guard itself takes 10 us a round, which is 2% of half a millisecond.
     The formula alone allows 3.2% and 1.8%; the remainder covers the guard, and rounds that take longer than estimated.
 
-    A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
+     A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
     nothing. t is the median of the latest plain rounds. A round counts at most twice what rounds with the same work
     took lately: when the machine stalls, plain decoding would have stalled too. Rounds are plain at the beginning (two
     rounds), after 128 tokens without a plain round, where the bound leaves no time for a draft, and after the
-    verification time of a number of tokens has changed (two rounds). Recorded times that alone leave no time for a
-    draft are discarded after 32 rounds, then after 64, and so on. If the rest of a drafted round takes less than t,
-    that rest counts as a plain round. The estimated time of a draft is the sum over its calls, each at the second
-    highest of that call's recent times; a single time of at most twice what was assumed counts as no more than was
-    assumed, because a first call reads from no cache. If the machine's speed varies, t follows its slower times. In a
-    batch the bound holds for each sequence, against plain rounds of the same batch size; after `bound_together` it
-    holds for the batch as a whole.
+    verification time of a number of tokens has changed (two rounds). Where there is no time for a draft pass, tokens
+    may still be looked up. Recorded times that alone leave no time for a draft pass are discarded after 32 rounds, then
+    after 64, and so on. If the rest of a drafted round takes less than t, that rest counts as a plain round. The
+    estimated time of a draft is the sum over its calls, each at the second highest of that call's recent times; a
+    single time of at most twice what was assumed counts as no more than was assumed, because a first call reads from no
+    cache. If the machine's speed varies, t follows its slower times. In a batch the bound holds for each sequence,
+    against plain rounds of the same batch size; after `bound_together` it holds for the batch as a whole.
 
     For a seeded sequence nothing depends on `clock`: `payoff` gives the cost of a round, and without a `payoff` its
     drafts are not limited. `measure_payoff` measures a payoff model on this machine (None: not possible); `calibrate`
@@ -242,23 +247,28 @@ class Guard(DelegatingDrafter):
             self.round_times.deny(seconds)
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
         share = 1 / max(1, len(timed.intersection(seqs)))
-        allowed = [
-            self._by_clock(seconds, limit, share) if self._timed(seq) else self._by_payoff(seq, limit)
-            for seq, limit in zip(seqs, limits, strict=True)
-        ]
+        allowed = [self._allowed(seq, limit, seconds, share) for seq, limit in zip(seqs, limits, strict=True)]
         may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
-        drafts = [NO_DRAFT] * len(seqs)
-        if not may:
+        drafts, denied = [NO_DRAFT] * len(seqs), all(allowed[i].lookup_only for i in may)
+        if denied:
             self.round_times.deny(seconds)
-        else:
+        if may:
             proposed = self.drafter.propose([seqs[i] for i in may], [allowed[i] for i in may])
             for i, draft in zip(may, proposed, strict=True):
                 drafts[i] = draft
         if self._round is not None:
             self._round.drafting = self._clock() - self._round.begun
             self._round.work = _sum([draft for draft in drafts if len(draft)])
-            self._round.drafted = sum(map(len, drafts))
+            self._round.drafted, self._round.denied = sum(map(len, drafts)), denied
         return drafts
+
+    def _allowed(self, seq: SequenceState, limit: Limit, seconds: float, share: float) -> Limit:
+        """Return the largest draft that the bound allows; where it has no time for a draft pass, of lookup tokens."""
+        for within in (limit, limit._replace(lookup_only=True)):
+            largest = self._by_clock(seconds, within, share) if self._timed(seq) else self._by_payoff(seq, within)
+            if largest.depth:
+                return largest
+        return NOTHING
 
     def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
         """Return the drafter's plan of a round on the device, limited to the length that each sequence's bound allows.
@@ -343,11 +353,12 @@ class Guard(DelegatingDrafter):
             left = share * (seconds - round_times.seconds_besides_drafting(nodes))
 
             def fits(depth: int, nodes: int = nodes, left: float = left) -> bool:
-                return round_times.draft(self.drafter.max_work(Limit(depth, nodes)) or UNKNOWN_WORK) <= left
+                work = self.drafter.max_work(limit._replace(depth=depth, nodes=nodes))
+                return round_times.draft(work or UNKNOWN_WORK) <= left
 
             deepest = min(limit.depth, nodes)
             if left > 0 and fits(1) and (depth := _most(fits, deepest)) > best.depth:
-                best = Limit(depth, nodes)
+                best = limit._replace(depth=depth, nodes=nodes)
             if best.depth == deepest:
                 break
         return best
@@ -359,10 +370,13 @@ class Guard(DelegatingDrafter):
         payoff, left = self.payoff.at(len(seq.tokens)), self._accounts[seq].slack - lost + 1 + SHARE + START
 
         def fits(depth: int, nodes: int) -> bool:
-            return payoff.cost(self.drafter.max_work(Limit(depth, nodes))) + payoff.rounds[1 + nodes] <= left
+            work = self.drafter.max_work(limit._replace(depth=depth, nodes=nodes))
+            return payoff.cost(work) + payoff.rounds[1 + nodes] <= left
 
         depth = _most(lambda n: fits(n, n), min(limit.depth, limit.nodes))
-        return Limit(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
+        if not depth:
+            return NOTHING
+        return limit._replace(depth=depth, nodes=depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth))
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Add the time that the round gained or lost to the sequence's account, and let the drafter learn."""
@@ -408,7 +422,7 @@ class Guard(DelegatingDrafter):
             account.slack = min(account.slack, MOST * round_times.step)
         account.since_plain += share * tokens
         if first and not now.guided:
-            round_times.see_drafted(now.work, now.drafting, rest, now.drafted)
+            round_times.see_drafted(now.work, now.drafting, rest, now.drafted, denied=now.denied)
 
     def end(self, seq: SequenceState) -> None:
         """Close the sequence's account."""

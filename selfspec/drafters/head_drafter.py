@@ -13,7 +13,6 @@ from selfspec.controllers import Controller
 from selfspec.draft_modules.heads import Head
 from selfspec.drafters.autoregressive import Chain, ChainDrafter
 from selfspec.proposers.base import AcceptanceStats, Proposal, ProposerChain
-from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import best_and_share
@@ -149,9 +148,9 @@ class HeadDrafter(ChainDrafter):
         super().end(seq)
         self.texts.end(seq)
 
-    def max_work(self, limit: Limit) -> Work:
-        """Return the work of one head step for each token of the deepest draft allowed."""
-        return steps_of(max(min(limit.depth, limit.nodes, self._deepest), 0))
+    def _most_work(self, tokens: int) -> Work:
+        """Return the work of one head step for each token."""
+        return steps_of(tokens)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Run one head step for each draft; a draft's first step reads the pairs committed since the last draft."""

@@ -75,9 +75,9 @@ class LayerSkipDrafter(ChainDrafter):
         """Whether each pass along the path is one native call."""
         return self._compiled.native is not None
 
-    def max_work(self, limit: Limit) -> Work:
-        """Return the work of one draft pass for each token of the deepest draft allowed, each pass of maximum width."""
-        return self._max_work[max(min(limit.depth, limit.nodes, self._deepest), 0)]
+    def _most_work(self, tokens: int) -> Work:
+        """Return the work of one draft pass for each token, each pass of maximum width."""
+        return self._max_work[tokens]
 
     def _all_of(self, tokens: int, widest: int) -> Work:
         """Return the most work that `tokens` drafted tokens can take."""

@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import available_memory
+from selfspec.controllers.rate import best_rate
 from selfspec.llm.batch_memory import free_bytes
 from selfspec.models.dispatch import device_of
 from selfspec.models.families import base_model, is_lean, parts_of
@@ -16,15 +18,31 @@ from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import Bits, bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
 from selfspec.models.native_library import available
+from selfspec.models.skeleton import read_sizes
 from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
 from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import choose_profile, quantized_profile, shipped_for
+from selfspec.runtime.cache import slot_copy_bytes
+from selfspec.types.acceptance import AcceptanceCurve, Confidence
+from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import CostModel, ModeCosts
 from selfspec.types.identity import Identity
 
-DRAFTED = 9  # tokens of a draft: int8 drafts are hardly ever rejected, and 10 rows are verified at little more than one
+DRAFTED = 9  # most tokens of an int8 draft, which are hardly ever rejected: ten rows take little more time than one
 DRAFTED_ON_GPU = 4  # an int4 step takes half of a plain one there, an int8 step three quarters
 _SPARE = 0.5  # largest share of the available memory that draft weights may take
+_BANDWIDTH = 2e10  # bytes that a pass is assumed to read in a second; what is decided depends on ratios of times alone
+_PASSES = {1: 1.0, 8: 1.15, 16: 1.4}  # time of a pass over that many tokens, in plain steps, as measured on CPUs
+_REACHED = 0.85  # share of the best rate that decoding reaches, as measured
+# The chance that an int8 token is accepted, as searches on SmolLM2 fit it; the controller corrects it.
+_INT8_CONFIDENCE = Confidence(bias=4.4, probability=0.0, gap=0.7)
+_INT8_ACCEPTANCE = AcceptanceCurve(
+    confidence=[0.9, 0.97, 0.995],
+    accepted=[0.93, 0.975, 1.0],
+    following=[0.97, 0.98, 0.985],
+    candidates=[[0.03, 0.01, 0.0]],
+)
 
 
 def resolve_profile(
@@ -51,9 +69,10 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
     """Return the profile to draft with if there is none for a model's weights; None: plain decoding.
 
     It drafts with all linears and the head in int8, and with tokens looked up in the text; the guard bounds what that
-    may lose. On a GPU with Triton kernels, the linears are in int4. `extra_memory`: the largest memory of these
-    weights, as a share of the model's bytes; by default half of the available memory. Where they take more, or cannot
-    be quantised, tokens are only looked up; on a GPU nothing is drafted then. Raises `SelfspecError` for an
+    may lose. Its controller `rate` decides by the bytes that passes read, and learns how often tokens are accepted. On
+    a GPU with Triton kernels, four tokens are drafted, with the linears in int4. `extra_memory`: the largest memory of
+    these weights, as a share of the model's bytes; by default half of the available memory. Where they take more, or
+    cannot be quantised, tokens are only looked up; on a GPU nothing is drafted then. Raises `SelfspecError` for an
     `extra_memory` that is negative or not finite.
     """
     if extra_memory is not None and not 0 <= extra_memory < math.inf:
@@ -75,7 +94,48 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
         return None if gpu else Profile(model=identity, draft=LookupSpec())
     if gpu:
         return quantized_profile(identity, "int4", head="int8", drafted=DRAFTED_ON_GPU)
-    return quantized_profile(identity, "int8", head="int8", drafted=DRAFTED)
+    return _by_rate(
+        quantized_profile(identity, "int8", head="int8", drafted=DRAFTED),
+        _assumed_costs(model, identity.layers, needed),
+    )
+
+
+def _by_rate(profile: Profile, costs: CostModel) -> Profile:
+    """Return the profile of int8 drafts with the controller `rate`, by these costs."""
+    profile = profile.model_copy(update={"costs": costs, "acceptance": _INT8_ACCEPTANCE})
+    rate = max(1.0, _REACHED * best_rate(profile.payoff, DRAFTED))
+    draft = {"controller": ControllerSpec(name="rate", options={"rate": rate, "k_max": DRAFTED})}
+    spec = profile.layer_skip.model_copy(update={**draft, "confidence": _INT8_CONFIDENCE})
+    return profile.model_copy(update={"draft": spec})
+
+
+def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
+    """Return the costs of passes as the time of reading their bytes, by which decoding is bound.
+
+    `low`: the bytes of the weights that a draft step reads in int8. Keys and values are not counted for a model that
+    runs by its own forward.
+    """
+    head = model.get_output_embeddings()
+    ends = nn.ModuleList([model.get_input_embeddings(), head])
+    full = weight_bytes(model) - weight_bytes(ends) + weight_bytes(head)  # an embedding that is not tied is not read
+    per_key = low_per_key = 0.0
+    if is_lean(model):
+        sizes = read_sizes(model, parts_of(model))
+        per_key = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize / _BANDWIDTH
+        low_per_key = slot_copy_bytes(sizes.kv_heads, sizes.head_dim) / _BANDWIDTH
+    each, low_each = (size / (2 * layers) / _BANDWIDTH for size in (full, low))
+    return CostModel(
+        context=1,
+        base=0.0,
+        attention=each,
+        mlp=each,
+        attention_per_key=per_key,
+        low_per_key=low_per_key,
+        widths=list(_PASSES),
+        verify=[full / _BANDWIDTH * steps for steps in _PASSES.values()],
+        round=0.0,
+        low={"int8": ModeCosts(attention=low_each, mlp=low_each, head=0.0)},
+    )
 
 
 def _has_triton(model: Any, device: torch.device) -> bool:

@@ -103,7 +103,7 @@ def read_skeleton(model: Any, *, kernel: Kernel | None = None) -> Skeleton:
     inside = containers(model, parts.called())
     check_hooks(inside)
     check_places(model, [layer.module for layer in parts.layers], inside)
-    sizes = _sizes(model, parts)
+    sizes = read_sizes(model, parts)
     norms = Norms(parts.eps, sizes.dtype, parts.formula)
     blocks = tuple(family.block(layer, norms) for layer in parts.layers)
     last = blocks[-1].device
@@ -152,7 +152,8 @@ def read_identity(config: Any) -> Identity:
     )
 
 
-def _sizes(model: Any, parts: Parts) -> Sizes:
+def read_sizes(model: Any, parts: Parts) -> Sizes:
+    """Return the sizes of the layers of a model with these parts, on this process where it is sharded."""
     config = model.config
     sizes = Sizes(
         hidden=config.hidden_size,

@@ -13,10 +13,15 @@ from selfspec.types.methods import WIDEST_DRAFT
 
 
 class Limit(NamedTuple):
-    """The largest draft allowed: `depth`, tokens on its longest path, and `nodes`, all its tokens."""
+    """The largest draft allowed: `depth`, tokens on its longest path, and `nodes`, all its tokens.
+
+    `lookup_only`: whether the draft may only have tokens that are looked up, which takes no pass of a model. A drafter
+    whose `max_work` within such a limit is `LOOKUP_WORK` obeys it.
+    """
 
     depth: int
     nodes: int = WIDEST_DRAFT
+    lookup_only: bool = False
 
 
 class Drafter(Protocol):

@@ -190,6 +190,10 @@ class TestFreeGuesses:
         assert self.controller(4.0).lookup_length([1.0] * 4) == 0
         assert self.controller(1.0).lookup_length([]) == 0
 
+    def test_where_nothing_else_can_be_drafted_they_are_compared_with_plain_decoding(self):
+        assert self.controller(4.0).lookup_length([1.0] * 4, only=True) == 4
+        assert self.controller(4.0).lookup_length([0.1, 0.9], only=True) == 0
+
     def test_they_are_cut_where_another_does_not_pay(self):
         assert self.controller(1.5).lookup_length([0.9, 0.9, 0.05, 0.9]) == 2
         assert self.controller(1.5).lookup_length([0.9, 0.9, 0.5, 1.0, 1.0, 1.0]) == 6

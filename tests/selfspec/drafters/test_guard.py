@@ -24,7 +24,7 @@ from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import Confidence, PayoffModel
 from selfspec.types.draft_path import DraftPath, SkipSet
-from selfspec.types.draft_work import NO_WORK, DraftCall, steps_of
+from selfspec.types.draft_work import LOOKUP_WORK, NO_WORK, DraftCall, steps_of
 
 STEP = ForwardOutput(None)
 
@@ -513,12 +513,53 @@ def test_several_parts_are_priced_apart_by_what_they_were_known_to_take():
     lookup, step = DraftCall("lookup"), DraftCall("draft step")
     prices.see_drafted(((step, 2),), 0.8, 1.2)
     assert prices.part(step) == pytest.approx(0.4)
-    prices.see_drafted(((lookup, 1), (step, 2)), 0.9, 1.2)  # a lookup is taken for a plain step at first: 1 to 0.8
-    assert (prices.part(lookup), prices.part(step)) == (pytest.approx(0.5), pytest.approx(0.2))
+    prices.see_drafted(((lookup, 1), (step, 2)), 0.9, 1.2)  # a lookup: 0.25 of a plain step at first
+    assert (prices.part(lookup), prices.part(step)) == (pytest.approx(0.9 * 5 / 21), pytest.approx(0.9 * 8 / 21))
     for _ in range(8):
         prices.see_drafted(((lookup, 1),), 0.01, 1.2)
         prices.see_drafted(((step, 1),), 0.4, 1.2)
     assert prices.draft(((lookup, 1), (step, 3))) == pytest.approx(0.01 + 1.2)
+
+
+class Lookups(Chain):
+    """Drafts tokens that are never right, and looks up tokens that always are."""
+
+    def propose(self, seqs, limits):
+        (limit,) = limits
+        if not limit.lookup_only:
+            return super().propose(seqs, limits)
+        self.looked_up += 1
+        return [Draft.chain([1] * min(4, limit.depth), work=LOOKUP_WORK)]
+
+    def max_work(self, limit):
+        return LOOKUP_WORK if limit.lookup_only else super().max_work(limit)
+
+
+@pytest.mark.parametrize("seed", [None, 3], ids=["by clock", "by costs"])
+def test_without_time_for_a_draft_pass_tokens_are_looked_up(seed):
+    clock, sampler = Clock(), Sampler(temperature=1.0 if seed else 0.0, seed=seed)
+    rounds = (0.0, 1.0, *(1.2 + 0.03 * n for n in range(1, 65)))
+    drafter = Lookups(clock, 1.4)
+    drafter.looked_up = 0
+    guard = Guard(drafter, payoff=PayoffModel(1.4, rounds=rounds) if seed else None, clock=clock)
+    took, usual, _ = decode(guard, clock, 100, accepted=lambda n: 0, wide=1.2, sampler=sampler)
+    assert usual < took <= 1.05 * usual
+    assert drafter.looked_up
+
+
+def test_rounds_of_lookup_tokens_alone_do_not_keep_drafting_denied():
+    """A draft pass that was slow when it was timed is tried again, although lookups fit all the time."""
+    clock = Clock()
+    drafter = Lookups(clock, 9.0)
+    drafter.looked_up, made = 0, []
+    guard = Guard(drafter, clock=clock)
+    decode(guard, clock, 40, accepted=lambda n: 4, speed=lambda n: 1.0)
+    made.append(drafter.made)
+    drafter.seconds = 0.1
+    decode(guard, clock, 400, accepted=lambda n: 4)
+    made.append(drafter.made)
+    assert 0 < made[0] < made[1] - 10
+    assert drafter.looked_up
 
 
 class Lockstep(Chain):

@@ -21,10 +21,13 @@ from selfspec.engine import engine
 from selfspec.engine.engine import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.drafter import DelegatingDrafter
+from selfspec.speculation.drafts import NO_DRAFT
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import DraftPath, SkipSet
+from selfspec.types.draft_work import LOOKUP_WORK
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [7], [3, 3, 3, 0, 5, 10, 8], [6, 2]]
@@ -83,6 +86,22 @@ def test_limits(runtime, make):
             assert outcome.draft.depth <= left - 1
             left -= len(outcome.tokens)
         assert left == 0
+
+
+class OnlyLookedUp(DelegatingDrafter):
+    """A drafter that may only look tokens up, if it can."""
+
+    def propose(self, seqs, limits):
+        limits = [limit._replace(lookup_only=True) for limit in limits]
+        able = self.max_work(limits[0]) == LOOKUP_WORK
+        return super().propose(seqs, limits) if able else [NO_DRAFT] * len(seqs)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=str)
+def test_a_limit_to_lookup_tokens_is_kept(runtime, make, prompt):
+    tokens, outcomes = run(runtime, OnlyLookedUp(make(prompt)), prompt, 20)
+    assert tokens == plain(runtime, prompt, 20)
+    assert all(not len(outcome.draft) or outcome.draft.work == LOOKUP_WORK for outcome in outcomes)
 
 
 @by_representatives
