@@ -25,7 +25,7 @@ from .bridging import attach_bridges
 from .budget import Deadline
 from .context import SearchContext
 from .continuations import FEWEST, continue_prompts
-from .forecast import CHOOSING, FINALISTS
+from .forecast import CHOOSING, CONTENDING, FINALISTS
 from .objective import ReplayObjective, Score, predict
 from .prepare import Preparation, Refinement, replay_of
 from .quantizing import INT4
@@ -105,17 +105,26 @@ class HeldOut:
     held_out: bool
 
 
-def finish(prepared: Preparation, base: Profile, eval_set: HeldOut, *, keep_best: bool) -> Profile:
+def finish(
+    prepared: Preparation,
+    base: Profile,
+    eval_set: HeldOut,
+    *,
+    keep_best: bool,
+    others: Sequence[Sequence[int]] = (),
+) -> Profile:
     """Choose among the best few of the ledger's scores, measure the chosen one, and complete the profile `base`.
 
     The best of many noisy scores is biased. Therefore `prepared.rescore` chooses among the finalists, sorted with the
-    best first, by texts that no finalist was scored on; without it, the finalist that measures best is chosen. A better
-    result of `prepared.refinements` joins the finalists. The chosen path is then measured against plain decoding
-    (without drafts), on as many prompts and tokens as fit the time. The best path of an interrupted search is not
-    measured; nor is the best path of a search with `kv` "own", because selfspec does not decode with a separate KV
-    cache for drafts. An interrupt here ends the measuring. The speed of the saved profile is predicted by
-    `prepared.replay`, if there is one. `keep_best`: save the best path even if plain decoding is faster. Raises
-    `SelfspecError` if no path was scored.
+    best first, by texts that no finalist was scored on. The path that it chooses and the paths with every sub-layer in
+    one quantised mode then decode `others`, the prompts of these texts, and the fastest is chosen: costs and acceptance
+    rates of different modes are predicted with different errors. Without `prepared.rescore`, the finalist that decodes
+    the prompts of `eval_set` fastest is chosen. A better result of `prepared.refinements` joins the finalists. The
+    chosen path is then measured against plain decoding (without drafts), on as many prompts and tokens as fit the time.
+    The best path of an interrupted search is not measured; nor is the best path of a search with `kv` "own", because
+    selfspec does not decode with a separate KV cache for drafts. An interrupt here ends the measuring. The speed of the
+    saved profile is predicted by `prepared.replay`, if there is one. `keep_best`: save the best path even if plain
+    decoding is faster. Raises `SelfspecError` if no path was scored.
     """
     search, record = prepared.search, base.search
     assert record is not None
@@ -127,9 +136,15 @@ def finish(prepared: Preparation, base: Profile, eval_set: HeldOut, *, keep_best
     try:
         if not record.interrupted and record.kv == "shared":
             eligible = _with_refinements(search, finalists, prepared.refinements)
-            others = [s for s in eligible[1:] if s.speedup >= WITHIN_REACH or s.path in search.space.uniform]
-            eligible = [eligible[0], *others]
-            best = _best(search, base, eligible, eval_set) if prepared.rescore is None else prepared.rescore(eligible)
+            uniform = [score for score in eligible if score.path in search.space.uniform]
+            eligible = [eligible[0], *(s for s in eligible[1:] if s.speedup >= WITHIN_REACH or s in uniform)]
+            if prepared.rescore is None:
+                chosen = _fastest(search, base, eligible, eval_set.prompts[:CHOOSING])
+                best = chosen or clearly_best(eligible, eligible, search.space.path(search.space.start))
+            else:
+                best = prepared.rescore(eligible)
+                contenders = [best, *(score for score in uniform if score is not best)]
+                best = _fastest(search, base, contenders, others[:CONTENDING]) or best
             measured = _measured(search, profile_from_score(base, best, confidence), eval_set)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
@@ -206,14 +221,16 @@ def _with_refinements(
     return eligible
 
 
-def _best(search: SearchContext, base: Profile, finalists: Sequence[Score], eval_set: HeldOut) -> Score:
-    """Return the finalist that decodes fastest in interleaved runs; without time for runs, decide by the scores."""
+def _fastest(
+    search: SearchContext, base: Profile, finalists: Sequence[Score], prompts: Sequence[Sequence[int]]
+) -> Score | None:
+    """Return the finalist that decodes fastest in interleaved runs; None without time for runs of two."""
     deadline = search.budget.deadline("choosing")
-    prompts, eligible = eval_set.prompts[:CHOOSING], [*finalists]
+    eligible = [*finalists]
     while len(eligible) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(eligible))):
         eligible.pop()
     if len(eligible) < 2:
-        return clearly_best(finalists, finalists, search.space.path(search.space.start))
+        return None
     options = replace(search.decoding, max_new_tokens=new).timed()
     llm, watch = search.llm, search.watch
     methods = {

@@ -17,6 +17,7 @@ from .trace import LONGEST_DRAFT
 from .warm_starts import BUDGETS
 
 FINALISTS, CHOOSING = 4, 4  # number of best paths to choose among, and of prompts to measure the paths on
+CONTENDING = 8  # number of prompts on which the path chosen by replays is decoded beside those of one quantised mode
 STREAM_POSITIONS = 6  # positions of each text whose residual streams are read
 TRIALS = 12  # trials that should fit the time, even if that means less text
 SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)  # shares of the texts' tokens, as time allows
@@ -41,7 +42,7 @@ class SearchTask:
     `costs_known`: whether it has a cost model. `quantized_base`: whether promising paths run quantised, so that drafts
     are hardly ever wrong. `further_paths`: the number of further paths that the cost model is fitted to because of
     quantised modes. `quantizes`: whether weights are quantised to int4 by GPTQ on the texts. `rescored`: whether the
-    finalists are replayed on other texts (else decoded).
+    finalists are replayed on other texts (else decoded). `uniform`: the number of paths in one quantised mode.
     """
 
     prompts: tuple[int, ...]
@@ -57,6 +58,7 @@ class SearchTask:
     further_paths: int = 0
     quantizes: bool = False
     rescored: bool = True
+    uniform: int = 0
 
     def scaled(self, share: float) -> SearchTask:
         """Return the task with about `share` of the new tokens: fewer and shorter texts."""
@@ -111,6 +113,7 @@ class SearchTask:
         together = local.rows(n)  # a step of all texts in one pass
         if self.measured and self.rescored:
             seconds["choosing"] = n * prompt + self.max_new_tokens * (local.step + together) + (1 + FINALISTS) * trial
+            seconds["choosing"] += (1 + self.uniform) * (1 + CONTENDING) * run if self.uniform else 0.0
         replaying = pace.replay(self.context)
         ranked = self.variables * ALONE * replaying.rows(n * self.max_new_tokens * RANKING_SHARE)
         ranked += BUDGETS * replaying.rows(n * STREAM_POSITIONS)

@@ -76,7 +76,7 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
                 f"{search.ledger.description}: another worker measures the best and saves the profile"
             )
         base = initial_profile(search, options, interrupted=interrupted, costs=prepared.costs)
-        profile = finish(prepared, base, drawn.held_out, keep_best=options.keep_best)
+        profile = finish(prepared, base, drawn.held_out, keep_best=options.keep_best, others=drawn.others)
     return with_shortfall_note(search, options, profile)
 
 
@@ -205,6 +205,7 @@ def _task(
         further_paths=further_paths((*space.modes, *space.head)),
         quantizes="int4" in space.modes and options.int4 in (AUTO_METHOD, "gptq") and ledger.int4 is None,
         rescored=rescored,
+        uniform=len(space.uniform),
     )
 
 

@@ -100,7 +100,8 @@ class ChainDrafter(ControlledDrafter):
 
     def max_work(self, limit: Limit) -> Work:
         """Return the most work that a draft within the limit can take: that of a lookup if it may do nothing else."""
-        return LOOKUP_WORK if limit.lookup_only else self._most_work(max(min(*limit[:2], self._deepest), 0))
+        depth = max(min(limit.depth, limit.nodes, self._deepest), 0)
+        return LOOKUP_WORK if limit.lookup and not depth else self._most_work(depth)
 
     @abstractmethod
     def _most_work(self, tokens: int) -> Work:
@@ -112,19 +113,14 @@ class ChainDrafter(ControlledDrafter):
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return a draft for each sequence, with the further candidates that the controller asks for."""
-        token_limits = [min(limit.depth, limit.nodes) for limit in limits]
+        most = [(min(limit.depth, limit.nodes), limit.lookup) for limit in limits]
         load = self.load if len(seqs) > 1 else None
         self._few = load is None or len(seqs) <= FEW
         chains = (
-            [
-                self._start_chain(seq, max_tokens, lookup_only=limit.lookup_only)
-                for seq, max_tokens, limit in zip(seqs, token_limits, limits, strict=True)
-            ]
+            [self._start_chain(seq, *tokens) for seq, tokens in zip(seqs, most, strict=True)]
             if load is None
-            else self._start_batch(seqs, token_limits, load)
+            else self._start_batch(seqs, most, load)
         )
-        for chain, limit in zip(chains, limits, strict=True):
-            chain.loop.wants = chain.loop.wants and not limit.lookup_only
         while live := self._live(chains, load):
             start = clock()
             self._pass(live)
@@ -139,22 +135,28 @@ class ChainDrafter(ControlledDrafter):
         """Return the most lookup tokens that the draft's next pass checks; 0 in batches of more than `FEW`."""
         return chain.remaining - len(chain.tokens) - 1 if self._few else 0
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int, *, lookup_only: bool = False) -> Chain:
-        """Return a draft without tokens; it stays empty if the controller has lookup tokens verified instead."""
-        controller, proposal = self.controller_of(seq), self.look_up(seq, max_tokens)
-        taken = proposal.cut(controller.lookup_length(proposal.chances, only=lookup_only))
+    def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
+        """Return a draft without tokens; it stays empty if the controller has lookup tokens verified instead.
+
+        `max_tokens`: the most tokens to draft. `max_lookup`: of tokens that are looked up alone, where that is more.
+        """
+        controller, proposal = self.controller_of(seq), self.look_up(seq, max(max_tokens, max_lookup))
+        taken = proposal.cut(controller.lookup_length(proposal.chances, only=not max_tokens))
         return Chain(
             seq, DraftLoop(controller, depth=0 if taken.tokens else min(max_tokens, self._deepest)), max_tokens, taken
         )
 
     def _start_batch(
-        self, seqs: Sequence[SequenceState], token_limits: Sequence[int], load: BatchDraftScheduler
+        self, seqs: Sequence[SequenceState], most: Sequence[tuple[int, int]], load: BatchDraftScheduler
     ) -> list[Chain]:
-        """Return a draft without tokens for each sequence, or its lookup tokens where `load` expects more from them."""
-        proposals = [self.look_up(seq, max_tokens) for seq, max_tokens in zip(seqs, token_limits, strict=True)]
+        """Return a draft without tokens for each sequence, or its lookup tokens where `load` expects more from them.
+
+        `most`: for each sequence, the last two arguments of `_start_chain`.
+        """
+        proposals = [self.look_up(seq, max(tokens)) for seq, tokens in zip(seqs, most, strict=True)]
         counts = load.lookup_lengths([proposal.chances for proposal in proposals], instead=True)
         chains = []
-        for seq, max_tokens, proposal, count in zip(seqs, token_limits, proposals, counts, strict=True):
+        for seq, (max_tokens, _), proposal, count in zip(seqs, most, proposals, counts, strict=True):
             depth = 0 if count else min(max_tokens, self._deepest)
             loop = DraftLoop(self.controller_of(seq), depth=depth, together=True)
             chains.append(Chain(seq, loop, max_tokens, proposal.cut(count)))

@@ -92,11 +92,10 @@ class ModelDrafter(LayerSkipDrafter):
         self._right.pop(seq, None)
         self._missing.pop(seq, None)
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int, *, lookup_only: bool = False) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
         """Return a draft without tokens, limited by the draft model's context length."""
-        return super()._start_chain(
-            seq, max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0), lookup_only=lookup_only
-        )
+        left = self.runtime.skeleton.context - len(seq.tokens)
+        return super()._start_chain(seq, max(min(max_tokens, left), 0), max_lookup)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute raw logits as the base class does, reading the uncached tokens first or in the same pass."""
@@ -182,12 +181,12 @@ class CrossVocabularyDrafter(ChainDrafter):
         super().end(seq)
         self._texts.pop(seq, None)
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int, *, lookup_only: bool = False) -> Chain:
+    def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
         """Tokenise the text for the draft model; return an empty draft, limited by that model's context length."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = self.words.read(seq.tokens) or []
         left = self.runtime.skeleton.context - len(text) if text else 0
-        return super()._start_chain(seq, max(min(max_tokens, left), 0), lookup_only=lookup_only)
+        return super()._start_chain(seq, max(min(max_tokens, left), 0), max_lookup)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute the raw logits after each draft's last token and its lookup tokens, over the target's vocabulary.

@@ -15,7 +15,7 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.rounds import guide_draft
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PayoffModel
-from selfspec.types.draft_work import LOOKUP_CALL, NO_WORK, DraftCall, Work, steps_of
+from selfspec.types.draft_work import LOOKUP_CALL, LOOKUP_WORK, NO_WORK, DraftCall, Work, steps_of
 from selfspec.types.methods import WIDEST_DRAFT
 
 SHARE, START = 0.015, 1.65  # bound on the lost time: a share of plain decoding's time, and an allowance in plain rounds
@@ -248,8 +248,8 @@ class Guard(DelegatingDrafter):
             return [NO_DRAFT] * len(seqs)  # most rounds end here if drafts lose time, so this exit must be cheap
         share = 1 / max(1, len(timed.intersection(seqs)))
         allowed = [self._allowed(seq, limit, seconds, share) for seq, limit in zip(seqs, limits, strict=True)]
-        may = [i for i, limit in enumerate(allowed) if limit.depth > 0]
-        drafts, denied = [NO_DRAFT] * len(seqs), all(allowed[i].lookup_only for i in may)
+        may = [i for i, limit in enumerate(allowed) if limit.depth > 0 or limit.lookup > 0]
+        drafts, denied = [NO_DRAFT] * len(seqs), not any(limit.depth > 0 for limit in allowed)
         if denied:
             self.round_times.deny(seconds)
         if may:
@@ -263,12 +263,15 @@ class Guard(DelegatingDrafter):
         return drafts
 
     def _allowed(self, seq: SequenceState, limit: Limit, seconds: float, share: float) -> Limit:
-        """Return the largest draft that the bound allows; where it has no time for a draft pass, of lookup tokens."""
-        for within in (limit, limit._replace(lookup_only=True)):
-            largest = self._by_clock(seconds, within, share) if self._timed(seq) else self._by_payoff(seq, within)
-            if largest.depth:
-                return largest
-        return NOTHING
+        """Return the largest draft that the bound allows, and the most tokens to look up, where that is more."""
+
+        def within(limit: Limit) -> Limit:
+            return self._by_clock(seconds, limit, share) if self._timed(seq) else self._by_payoff(seq, limit)
+
+        largest, most = within(limit), min(limit.depth, limit.nodes)
+        if largest.depth < most and self.drafter.max_work(Limit(0, lookup=most)) == LOOKUP_WORK:
+            return largest._replace(lookup=within(Limit(0, limit.nodes, most)).lookup)
+        return largest
 
     def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
         """Return the drafter's plan of a round on the device, limited to the length that each sequence's bound allows.
@@ -346,37 +349,39 @@ class Guard(DelegatingDrafter):
     def _by_clock(self, seconds: float, limit: Limit, share: float = 1.0) -> Limit:
         """Return the deepest draft that fits a round of `seconds`, and of equally deep ones the widest.
 
-        `share`: the share of the round's drafting that is the sequence's.
+        `share`: the share of the round's drafting that is the sequence's. Of a limit without `depth`, the most lookup
+        tokens that fit.
         """
-        round_times, best = self.round_times, NOTHING
+        round_times, best, tokens = self.round_times, NOTHING, 0
+        sized = _sizing(limit)
         for nodes in (limit.nodes, *(width for width in reversed(WIDTHS) if width < limit.nodes)):
             left = share * (seconds - round_times.seconds_besides_drafting(nodes))
 
             def fits(depth: int, nodes: int = nodes, left: float = left) -> bool:
-                work = self.drafter.max_work(limit._replace(depth=depth, nodes=nodes))
-                return round_times.draft(work or UNKNOWN_WORK) <= left
+                return round_times.draft(self.drafter.max_work(sized(depth, nodes)) or UNKNOWN_WORK) <= left
 
-            deepest = min(limit.depth, nodes)
-            if left > 0 and fits(1) and (depth := _most(fits, deepest)) > best.depth:
-                best = limit._replace(depth=depth, nodes=nodes)
-            if best.depth == deepest:
+            deepest = min(limit.depth or limit.lookup, nodes)
+            if left > 0 and fits(1) and (depth := _most(fits, deepest)) > tokens:
+                best, tokens = sized(depth, nodes), depth
+            if tokens == deepest:
                 break
         return best
 
     def _by_payoff(self, seq: SequenceState, limit: Limit, *, lost: float = 0.0) -> Limit:
-        """Return the deepest draft that the bound allows by the payoff model; `lost`: plain steps lost beforehand."""
+        """Return the deepest draft that the bound allows by the payoff model, or the most lookup tokens.
+
+        `lost`: plain steps lost beforehand.
+        """
         if self.payoff is None:
             return limit
         payoff, left = self.payoff.at(len(seq.tokens)), self._accounts[seq].slack - lost + 1 + SHARE + START
+        sized = _sizing(limit)
 
         def fits(depth: int, nodes: int) -> bool:
-            work = self.drafter.max_work(limit._replace(depth=depth, nodes=nodes))
-            return payoff.cost(work) + payoff.rounds[1 + nodes] <= left
+            return payoff.cost(self.drafter.max_work(sized(depth, nodes))) + payoff.rounds[1 + nodes] <= left
 
-        depth = _most(lambda n: fits(n, n), min(limit.depth, limit.nodes))
-        if not depth:
-            return NOTHING
-        return limit._replace(depth=depth, nodes=depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth))
+        depth = _most(lambda n: fits(n, n), min(limit.depth or limit.lookup, limit.nodes))
+        return sized(depth, depth + _most(lambda n: fits(depth, depth + n), limit.nodes - depth)) if depth else NOTHING
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Add the time that the round gained or lost to the sequence's account, and let the drafter learn."""
@@ -432,6 +437,11 @@ class Guard(DelegatingDrafter):
         for planned in list(self._planned):
             self._leave(seq, planned)
         self.drafter.end(seq)
+
+
+def _sizing(limit: Limit) -> Callable[[int, int], Limit]:
+    """Return what makes limits for a depth and a number of nodes: of drafts, or of lookups if `limit` has no depth."""
+    return Limit if limit.depth else lambda tokens, nodes: Limit(0, nodes, tokens)
 
 
 def _sum(drafts: Sequence[Draft]) -> Work | None:

@@ -52,7 +52,7 @@ class MergedDrafter:
         for drafter in self.drafters:
             left = [limit.nodes - sum(map(len, own)) for limit, own in zip(limits, proposals, strict=True)]
             open_ = [i for i, nodes in enumerate(left) if nodes > 0]
-            within = [limits[i]._replace(nodes=left[i]) for i in open_]
+            within = [limits[i]._replace(nodes=left[i], lookup=min(limits[i].lookup, left[i])) for i in open_]
             drafts = drafter.propose([seqs[i] for i in open_], within) if open_ else []
             own = dict(zip(open_, drafts, strict=True))
             for i, seq_drafts in enumerate(proposals):

@@ -15,13 +15,12 @@ from selfspec.types.methods import WIDEST_DRAFT
 class Limit(NamedTuple):
     """The largest draft allowed: `depth`, tokens on its longest path, and `nodes`, all its tokens.
 
-    `lookup_only`: whether the draft may only have tokens that are looked up, which takes no pass of a model. A drafter
-    whose `max_work` within such a limit is `LOOKUP_WORK` obeys it.
+    `lookup`: the most tokens of a draft that is looked up without a pass of a model, where that is more than `depth`.
     """
 
     depth: int
     nodes: int = WIDEST_DRAFT
-    lookup_only: bool = False
+    lookup: int = 0
 
 
 class Drafter(Protocol):

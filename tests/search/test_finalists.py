@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from selfspec.search import finalists, find_profile, study
 from selfspec.search.finalists import _finalists
-from selfspec.search.forecast import FINALISTS
+from selfspec.search.forecast import CONTENDING, FINALISTS
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
 from studies import measured_as
@@ -52,6 +52,13 @@ def test_a_search_measures_them_without_warm_starts_and_however_slow(monkeypatch
     monkeypatch.setattr(finalists, "WITHIN_REACH", 100.0)
     monkeypatch.setattr(study, "best_rescored", lambda search, costs, prompts, scores: seen.extend(scores) or scores[0])
     seen: list[Score] = []
+    decoded = {}
+
+    def fastest(search, base, scores, prompts):
+        decoded.update(scores=scores, prompts=prompts)
+        return scores[-1]
+
+    monkeypatch.setattr(finalists, "_fastest", fastest)
     llm = selfspec.load("builtin", profile="none")
     profile = find_profile(
         llm, trials=2, count=2, max_new_tokens=8, extra_memory=2.0, int4="nearest", warm=False, strategy=strategy
@@ -59,3 +66,8 @@ def test_a_search_measures_them_without_warm_starts_and_however_slow(monkeypatch
     space = Space(llm.runtime.layers, modes=MODES, head=("full", "int8"))
     assert {*space.uniform} <= {score.path for score in seen}
     assert profile.search.trials == 2 + len(space.uniform)
+    chosen, *others = decoded["scores"]
+    assert chosen is seen[0], "the one that the replays chose, and then those of one mode"
+    assert [score.path for score in others] == [path for path in space.uniform if path != chosen.path]
+    assert 3 <= len(decoded["prompts"]) <= CONTENDING
+    assert profile.path == decoded["scores"][-1].path

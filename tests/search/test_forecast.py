@@ -11,6 +11,7 @@ from selfspec.search.budget import SHARES, Budget
 from selfspec.search.continuations import FEWEST
 from selfspec.search.forecast import (
     CHOOSING,
+    CONTENDING,
     FINALISTS,
     GPTQ,
     ROWS,
@@ -168,6 +169,11 @@ def test_the_oracle_takes_texts_a_replay_of_them_and_their_reading():
     seconds = oracle_seconds(lengths, 32, LONG)
     assert seconds > 2 * sum(map(LONG.prefill, lengths)) + 32 * LONG.step
     assert oracle_seconds((40, 40), 32, LONG) < seconds / 4
+
+
+def test_paths_in_one_quantised_mode_are_decoded_beside_the_one_that_replays_chose():
+    more = replace(TASK, uniform=2).needs(LONG)["choosing"] - TASK.needs(LONG)["choosing"]
+    assert more == pytest.approx(3 * (1 + CONTENDING) * LONG.decode(70, 64))
 
 
 def test_finalists_are_decoded_where_there_are_no_other_texts():

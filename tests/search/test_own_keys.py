@@ -210,7 +210,7 @@ def test_a_search_for_such_drafts(llm, monkeypatch, tmp_path):
     costs = COSTS.model_copy(update={"base": 0.0, "attention": 1e-3, "mlp": 1e-3, "head": 1.0})
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: costs)
-    for measuring in ("measure", "_best"):
+    for measuring in ("measure", "_fastest"):
         monkeypatch.setattr(finalists, measuring, None)
     options = {"trials": 3, "count": 2, "max_new_tokens": 24, "granularity": "layer"}
     profile = find_profile(llm, kv="own", storage=tmp_path / "trials", **options)

@@ -526,13 +526,13 @@ class Lookups(Chain):
 
     def propose(self, seqs, limits):
         (limit,) = limits
-        if not limit.lookup_only:
+        if limit.depth or not limit.lookup:
             return super().propose(seqs, limits)
         self.looked_up += 1
-        return [Draft.chain([1] * min(4, limit.depth), work=LOOKUP_WORK)]
+        return [Draft.chain([1] * min(4, limit.lookup), work=LOOKUP_WORK)]
 
     def max_work(self, limit):
-        return LOOKUP_WORK if limit.lookup_only else super().max_work(limit)
+        return LOOKUP_WORK if limit.lookup and not limit.depth else super().max_work(limit)
 
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["by clock", "by costs"])

@@ -21,8 +21,7 @@ from selfspec.engine import engine
 from selfspec.engine.engine import decode
 from selfspec.models.low_precision import fake
 from selfspec.runtime.forward import LeanRuntime
-from selfspec.speculation.drafter import DelegatingDrafter
-from selfspec.speculation.drafts import NO_DRAFT
+from selfspec.speculation.drafter import DelegatingDrafter, Limit
 from selfspec.speculation.rules import find_rule, greedy
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
@@ -92,9 +91,8 @@ class OnlyLookedUp(DelegatingDrafter):
     """A drafter that may only look tokens up, if it can."""
 
     def propose(self, seqs, limits):
-        limits = [limit._replace(lookup_only=True) for limit in limits]
-        able = self.max_work(limits[0]) == LOOKUP_WORK
-        return super().propose(seqs, limits) if able else [NO_DRAFT] * len(seqs)
+        limits = [Limit(0, limit.nodes, min(limit.depth, limit.nodes)) for limit in limits]
+        return super().propose(seqs, limits)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
