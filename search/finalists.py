@@ -35,6 +35,7 @@ PROMPTS = 12  # prompts to continue
 # The path that the search starts from is kept unless another path is faster by this factor. Scores of paths that differ
 # in one sub-layer differ by up to 3.5% on a dozen texts, with a sign that depends on the texts (SmolLM2).
 CLEARLY = 1.04
+RESCORING = 0.5  # share of the time for choosing that replays have where finalists are decoded then
 FEWEST_RESCORED = 3  # with fewer prompts, rescoring is no better than the scores of the search
 TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
 RESCORING_SHARE = 1.3  # time reserved for the next rescoring, times the longest rescoring so far
@@ -49,6 +50,7 @@ def best_rescored(
     is kept unless another path is clearly faster. If there is too little time to decode and rescore, `scores` decide.
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
+    deadline = deadline.part(RESCORING) if search.space.uniform else deadline
     start = search.space.path(search.space.start)
     if len(scores) < 2 or not deadline.allows(sum(search.pace.prefill(len(ids)) for ids in prompts)):
         return clearly_best(scores, scores, start)
@@ -117,8 +119,9 @@ def finish(
 
     The best of many noisy scores is biased. Therefore `prepared.rescore` chooses among the finalists, sorted with the
     best first, by texts that no finalist was scored on. The path that it chooses and the paths with every sub-layer in
-    one quantised mode then decode `others`, the prompts of these texts, and the fastest is chosen: costs and acceptance
-    rates of different modes are predicted with different errors. Without `prepared.rescore`, the finalist that decodes
+    one quantised mode then decode the first `CONTENDING` of `others`, prompts that no path was scored on, and that path
+    stays unless another is clearly faster: costs and acceptance rates of different modes are predicted with different
+    errors. Without `prepared.rescore`, the finalist that decodes
     the prompts of `eval_set` fastest is chosen. A better result of `prepared.refinements` joins the finalists. The
     chosen path is then measured against plain decoding (without drafts), on as many prompts and tokens as fit the time.
     The best path of an interrupted search is not measured; nor is the best path of a search with `kv` "own", because
@@ -138,13 +141,14 @@ def finish(
             eligible = _with_refinements(search, finalists, prepared.refinements)
             uniform = [score for score in eligible if score.path in search.space.uniform]
             eligible = [eligible[0], *(s for s in eligible[1:] if s.speedup >= WITHIN_REACH or s in uniform)]
+            deadline = search.budget.deadline("choosing")
             if prepared.rescore is None:
-                chosen = _fastest(search, base, eligible, eval_set.prompts[:CHOOSING])
+                chosen = _fastest(search, base, eligible, eval_set.prompts[:CHOOSING], deadline)
                 best = chosen or clearly_best(eligible, eligible, search.space.path(search.space.start))
             else:
                 best = prepared.rescore(eligible)
                 contenders = [best, *(score for score in uniform if score is not best)]
-                best = _fastest(search, base, contenders, others[:CONTENDING]) or best
+                best = _fastest(search, base, contenders, others[:CONTENDING], deadline, first=CLEARLY) or best
             measured = _measured(search, profile_from_score(base, best, confidence), eval_set)
     except KeyboardInterrupt:
         record = record.model_copy(update={"interrupted": True})
@@ -222,12 +226,20 @@ def _with_refinements(
 
 
 def _fastest(
-    search: SearchContext, base: Profile, finalists: Sequence[Score], prompts: Sequence[Sequence[int]]
+    search: SearchContext,
+    base: Profile,
+    finalists: Sequence[Score],
+    prompts: Sequence[Sequence[int]],
+    deadline: Deadline,
+    *,
+    first: float = 1.0,
 ) -> Score | None:
-    """Return the finalist that decodes fastest in interleaved runs; None without time for runs of two."""
-    deadline = search.budget.deadline("choosing")
-    eligible = [*finalists]
-    while len(eligible) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(eligible))):
+    """Return the finalist that decodes `prompts` fastest in interleaved runs; None without time for runs of two.
+
+    `first`: the factor by which another must be faster than the first one.
+    """
+    eligible, most = [*finalists], len(prompts)
+    while len(eligible) > 1 and not (new := _tokens(search, deadline, prompts, methods=len(eligible), most=most)):
         eligible.pop()
     if len(eligible) < 2:
         return None
@@ -242,6 +254,7 @@ def _fastest(
     ratios = [runs.speedup(str(i), "0")[0] for i in range(len(eligible))]
     for score, ratio in zip(eligible, ratios, strict=True):
         watch.say(f"finalist: {score.path.summary}: {ratio:.2f}x the first one's speed, measured")
+    ratios[0] *= first
     return eligible[ratios.index(max(ratios))]
 
 
@@ -269,21 +282,29 @@ def _measured(search: SearchContext, profile: Profile, eval_set: HeldOut) -> Mea
     )
 
 
-def _tokens(search: SearchContext, deadline: Deadline, prompts: Sequence[Sequence[int]], *, methods: int) -> int:
+def _tokens(
+    search: SearchContext,
+    deadline: Deadline,
+    prompts: Sequence[Sequence[int]],
+    *,
+    methods: int,
+    most: int = CHOOSING,
+) -> int:
     """Return how many new tokens per prompt fit the time with `methods` methods; 0 if fewer than `FEWEST` fit.
 
-    The number of prompts is reduced before the number of tokens falls below `ENOUGH`. The time includes a warm-up run.
+    `most`: the most prompts that the time must suffice for. Their number is reduced before the number of tokens falls
+    below `ENOUGH`. The time includes a warm-up run.
     """
-    most = search.decoding.max_new_tokens
+    longest = search.decoding.max_new_tokens
     if math.isinf(deadline.left):
-        return most
+        return longest
     prompt, new = statistics.mean(search.pace.prefill(len(ids)) for ids in prompts), 0.0
     step = search.pace.at(statistics.mean(map(len, prompts))).step
-    for count in range(min(CHOOSING, len(prompts)), 0, -1):
+    for count in range(min(most, len(prompts)), 0, -1):
         new = (deadline.left / methods / (1 + count) - prompt) / step
-        if new >= min(ENOUGH, most):
-            return min(most, int(new))
-    return min(most, int(new)) if new >= min(FEWEST, most) else 0
+        if new >= min(ENOUGH, longest):
+            return min(longest, int(new))
+    return min(longest, int(new)) if new >= min(FEWEST, longest) else 0
 
 
 def _counted(search: SearchContext) -> Callable[[str, int], None]:

@@ -29,12 +29,13 @@ class Controller(ABC):
     Decisions depend only on the draft's confidences in its tokens and on earlier observations, so the search's replay
     decides as real decoding does; the exception is `ends_draft`, which the replay cannot ask. A confidence is the
     estimated probability, from 0 to 1, that the target accepts the token. `start` makes a copy without observations,
-    for another sequence. `asks_payoff`: whether the controller decides by a `PayoffModel`, which `with_payoff` sets
-    before use.
+    for another sequence. `looks_up`: whether it implements `lookup_length`. `asks_payoff`: whether the controller
+    decides by a `PayoffModel`, which `with_payoff` sets before use.
     """
 
     name: ClassVar[str]
     asks_payoff: ClassVar[bool] = False
+    looks_up: ClassVar[bool] = False
 
     @abstractmethod
     def go_on(self, confidences: Sequence[float]) -> bool:

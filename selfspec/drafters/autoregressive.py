@@ -99,9 +99,10 @@ class ChainDrafter(ControlledDrafter):
         self._few = True  # whether at most `FEW` sequences decode together
 
     def max_work(self, limit: Limit) -> Work:
-        """Return the most work that a draft within the limit can take: that of a lookup if it may do nothing else."""
+        """Return the most work that a draft within the limit can take: that of a lookup if it can do nothing else."""
         depth = max(min(limit.depth, limit.nodes, self._deepest), 0)
-        return LOOKUP_WORK if limit.lookup and not depth else self._most_work(depth)
+        able = self.proposer_chain.proposers and (self.load is not None or self.controller.looks_up)
+        return LOOKUP_WORK if able and limit.lookup and not depth else self._most_work(depth)
 
     @abstractmethod
     def _most_work(self, tokens: int) -> Work:
@@ -138,7 +139,8 @@ class ChainDrafter(ControlledDrafter):
     def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
         """Return a draft without tokens; it stays empty if the controller has lookup tokens verified instead.
 
-        `max_tokens`: the most tokens to draft. `max_lookup`: of tokens that are looked up alone, where that is more.
+        `max_tokens`: the most tokens to draft. `max_lookup`: the most lookup tokens to verify instead of drafting; it
+        counts where it is more than `max_tokens`.
         """
         controller, proposal = self.controller_of(seq), self.look_up(seq, max(max_tokens, max_lookup))
         taken = proposal.cut(controller.lookup_length(proposal.chances, only=not max_tokens))
@@ -151,10 +153,10 @@ class ChainDrafter(ControlledDrafter):
     ) -> list[Chain]:
         """Return a draft without tokens for each sequence, or its lookup tokens where `load` expects more from them.
 
-        `most`: for each sequence, the last two arguments of `_start_chain`.
+        `most`: `max_tokens` and `max_lookup` of each sequence, as in `_start_chain`.
         """
         proposals = [self.look_up(seq, max(tokens)) for seq, tokens in zip(seqs, most, strict=True)]
-        counts = load.lookup_lengths([proposal.chances for proposal in proposals], instead=True)
+        counts = load.lookup_lengths([proposal.chances for proposal in proposals], instead=any(n for n, _ in most))
         chains = []
         for seq, (max_tokens, _), proposal, count in zip(seqs, most, proposals, counts, strict=True):
             depth = 0 if count else min(max_tokens, self._deepest)

@@ -184,7 +184,7 @@ class CrossVocabularyDrafter(ChainDrafter):
     def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
         """Tokenise the text for the draft model; return an empty draft, limited by that model's context length."""
         self.runtime.skeleton.refresh()
-        text = self._texts[seq] = self.words.read(seq.tokens) or []
+        text = self._texts[seq] = (self.words.read(seq.tokens) or []) if max_tokens else []
         left = self.runtime.skeleton.context - len(text) if text else 0
         return super()._start_chain(seq, max(min(max_tokens, left), 0), max_lookup)
 

@@ -57,7 +57,7 @@ class _Round:
     begun: float
     round_times: _RoundTimes
     left: set[SequenceState]
-    drafting: float = 0.0  # seconds
+    drafting: float = 0.0  # seconds; without a draft, of the search for one
     work: Work | None = None  # work of all drafts together; None if nothing was drafted
     drafted: int = 0  # drafted tokens in the verification pass
     took: float | None = None  # seconds of the round, set when the first sequence is observed
@@ -186,7 +186,7 @@ class Guard(DelegatingDrafter):
     are, if a plain step takes milliseconds: the guard itself takes 10 us a round, which is 2% of half a millisecond.
     The formula alone allows 3.2% and 1.8%; the remainder covers the guard, and rounds that take longer than estimated.
 
-     A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
+    A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
     nothing. t is the median of the latest plain rounds. A round counts at most twice what rounds with the same work
     took lately: when the machine stalls, plain decoding would have stalled too. Rounds are plain at the beginning (two
     rounds), after 128 tokens without a plain round, where the bound leaves no time for a draft, and after the
@@ -252,13 +252,14 @@ class Guard(DelegatingDrafter):
         drafts, denied = [NO_DRAFT] * len(seqs), not any(limit.depth > 0 for limit in allowed)
         if denied:
             self.round_times.deny(seconds)
+        asked = self._clock()
         if may:
             proposed = self.drafter.propose([seqs[i] for i in may], [allowed[i] for i in may])
             for i, draft in zip(may, proposed, strict=True):
                 drafts[i] = draft
         if self._round is not None:
-            self._round.drafting = self._clock() - self._round.begun
             self._round.work = _sum([draft for draft in drafts if len(draft)])
+            self._round.drafting = self._clock() - (asked if self._round.work is None else self._round.begun)
             self._round.drafted, self._round.denied = sum(map(len, drafts)), denied
         return drafts
 
@@ -394,7 +395,8 @@ class Guard(DelegatingDrafter):
             if planned.took is None:
                 now = self._clock()
                 planned.begun, self._last_read = max(planned.begun, self._last_read), now
-                planned.drafting = max(now - planned.begun - planned.round_times.step, 0.0)
+                if planned.work is not None:
+                    planned.drafting = max(now - planned.begun - planned.round_times.step, 0.0)
             self._settle(account, planned, tokens)
         elif self._round is not None and seq in self._round.left:  # otherwise no draft was requested
             self._settle(account, self._round, tokens)
@@ -417,8 +419,8 @@ class Guard(DelegatingDrafter):
             now.charged = min(took, STALLED * round_times.most_seconds(now.work, now.drafted))
         if now.work is None:
             if first and not now.guided:
-                round_times.see_plain(took)
-            account.slack += share * SHARE * round_times.step
+                round_times.see_plain(took - now.drafting)
+            account.slack += share * (SHARE * round_times.step - now.drafting)
             account.since_plain = 0
             return
         rest = took - now.drafting
@@ -440,7 +442,7 @@ class Guard(DelegatingDrafter):
 
 
 def _sizing(limit: Limit) -> Callable[[int, int], Limit]:
-    """Return what makes limits for a depth and a number of nodes: of drafts, or of lookups if `limit` has no depth."""
+    """Return the constructor of limits from tokens and nodes: of drafts, or of lookups if `limit` has no depth."""
     return Limit if limit.depth else lambda tokens, nodes: Limit(0, nodes, tokens)
 
 

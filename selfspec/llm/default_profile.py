@@ -12,7 +12,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import available_memory
 from selfspec.controllers.rate import best_rate
 from selfspec.llm.batch_memory import free_bytes
-from selfspec.models.dispatch import device_of
+from selfspec.models.dispatch import device_of, dtype_of
 from selfspec.models.families import base_model, is_lean, parts_of
 from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import Bits, bytes_of, is_quantizable
@@ -102,7 +102,8 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
 
 def _by_rate(profile: Profile, costs: CostModel) -> Profile:
     """Return the profile of int8 drafts with the controller `rate`, by these costs."""
-    profile = profile.model_copy(update={"costs": costs, "acceptance": _INT8_ACCEPTANCE})
+    assumed = {"costs": costs, "acceptance": _INT8_ACCEPTANCE, "note": "costs and acceptance are assumed, not measured"}
+    profile = profile.model_copy(update=assumed)
     rate = max(1.0, _REACHED * best_rate(profile.payoff, DRAFTED))
     draft = {"controller": ControllerSpec(name="rate", options={"rate": rate, "k_max": DRAFTED})}
     spec = profile.layer_skip.model_copy(update={**draft, "confidence": _INT8_CONFIDENCE})
@@ -112,15 +113,14 @@ def _by_rate(profile: Profile, costs: CostModel) -> Profile:
 def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
     """Return the costs of passes as the time of reading their bytes, by which decoding is bound.
 
-    `low`: the bytes of the weights that a draft step reads in int8. Keys and values are not counted for a model that
-    runs by its own forward.
+    `low`: the bytes of the weights that a draft step reads in int8. For a model that runs by its own forward, keys and
+    values are not counted, and weights have the head's dtype.
     """
-    head = model.get_output_embeddings()
-    ends = nn.ModuleList([model.get_input_embeddings(), head])
-    full = weight_bytes(model) - weight_bytes(ends) + weight_bytes(head)  # an embedding that is not tied is not read
-    per_key = low_per_key = 0.0
+    full, per_key, low_per_key = low * float(dtype_of(model.get_output_embeddings()).itemsize), 0.0, 0.0
     if is_lean(model):
-        sizes = read_sizes(model, parts_of(model))
+        parts = parts_of(model)
+        full = weight_bytes(nn.ModuleList([m for group in (parts.head, *parts.groups()) for m in group.modules]))
+        sizes = read_sizes(model, parts)
         per_key = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize / _BANDWIDTH
         low_per_key = slot_copy_bytes(sizes.kv_heads, sizes.head_dim) / _BANDWIDTH
     each, low_each = (size / (2 * layers) / _BANDWIDTH for size in (full, low))

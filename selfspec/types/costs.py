@@ -39,7 +39,7 @@ class ModeCosts(Data):
 
 
 class CostModel(Data):
-    """Seconds, measured on one model, device and dtype with `context` keys in the cache.
+    """Seconds, measured (or assumed) of one model, device and dtype with `context` keys in the cache.
 
     A draft step takes `base`, plus `attention` and `mlp` for each such sub-layer that runs. Each attention sub-layer
     takes `attention_per_key` more for every cached key beyond `context`, or less for fewer keys; along a quantised

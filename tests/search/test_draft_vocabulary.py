@@ -101,7 +101,7 @@ def test_a_search_may_find_one(llm, monkeypatch, tmp_path):
     )
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: priced)
     monkeypatch.setattr(
-        finalists, "_fastest", lambda search, base, scores, on: max(scores, key=lambda s: s.tokens_per_second)
+        finalists, "_fastest", lambda search, base, scores, *_, **__: max(scores, key=lambda s: s.tokens_per_second)
     )
     profile = find_profile(llm, trials=2, count=2, max_new_tokens=8, keep_best=True)
     assert profile.draft.vocabulary is not None

@@ -54,8 +54,8 @@ def test_a_search_measures_them_without_warm_starts_and_however_slow(monkeypatch
     seen: list[Score] = []
     decoded = {}
 
-    def fastest(search, base, scores, prompts):
-        decoded.update(scores=scores, prompts=prompts)
+    def fastest(search, base, scores, prompts, deadline, *, first=1.0):
+        decoded.update(scores=scores, prompts=prompts, first=first)
         return scores[-1]
 
     monkeypatch.setattr(finalists, "_fastest", fastest)
@@ -70,4 +70,5 @@ def test_a_search_measures_them_without_warm_starts_and_however_slow(monkeypatch
     assert chosen is seen[0], "the one that the replays chose, and then those of one mode"
     assert [score.path for score in others] == [path for path in space.uniform if path != chosen.path]
     assert 3 <= len(decoded["prompts"]) <= CONTENDING
+    assert decoded["first"] == finalists.CLEARLY
     assert profile.path == decoded["scores"][-1].path

@@ -55,7 +55,7 @@ def fresh_cache(monkeypatch, tmp_path):
 def clockless(monkeypatch):
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
     monkeypatch.setattr(finalists, "measure", measured_as(1.3))
-    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, on: scores[0])
+    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, *_, **__: scores[0])
     monkeypatch.setattr(study, "with_bridges", lambda *_, **__: None)
 
 

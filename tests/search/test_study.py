@@ -34,7 +34,7 @@ def clockless(monkeypatch):
     monkeypatch.setattr(prepare, "measure_costs", lambda *_, **__: COSTS)
     monkeypatch.setattr(study.Pace, "from_runtime", lambda *_, **__: PACE)
     monkeypatch.setattr(finalists, "measure", measured_as(1.3))
-    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, on: scores[0])
+    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, *_, **__: scores[0])
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def scored(monkeypatch):
         return Stats(tokens=100 + len(skip.mlp) - len(skip.attention), rounds=1, seconds=1.0)
 
     monkeypatch.setattr(objective, "decode_all", decode_all)
-    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, on: scores[0])
+    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, *_, **__: scores[0])
     monkeypatch.setattr(finalists, "measure", measured_as(1.3))
 
 

@@ -522,13 +522,18 @@ def test_several_parts_are_priced_apart_by_what_they_were_known_to_take():
 
 
 class Lookups(Chain):
-    """Drafts tokens that are never right, and looks up tokens that always are."""
+    """Drafts tokens, and looks up tokens, which takes `lookup` seconds and finds `found` tokens."""
+
+    looked_up, lookup, found = 0, 0.0, 4
 
     def propose(self, seqs, limits):
         (limit,) = limits
         if limit.depth or not limit.lookup:
             return super().propose(seqs, limits)
         self.looked_up += 1
+        self.clock.now += self.lookup
+        if not self.found:
+            return [NO_DRAFT]
         return [Draft.chain([1] * min(4, limit.lookup), work=LOOKUP_WORK)]
 
     def max_work(self, limit):
@@ -540,7 +545,6 @@ def test_without_time_for_a_draft_pass_tokens_are_looked_up(seed):
     clock, sampler = Clock(), Sampler(temperature=1.0 if seed else 0.0, seed=seed)
     rounds = (0.0, 1.0, *(1.2 + 0.03 * n for n in range(1, 65)))
     drafter = Lookups(clock, 1.4)
-    drafter.looked_up = 0
     guard = Guard(drafter, payoff=PayoffModel(1.4, rounds=rounds) if seed else None, clock=clock)
     took, usual, _ = decode(guard, clock, 100, accepted=lambda n: 0, wide=1.2, sampler=sampler)
     assert usual < took <= 1.05 * usual
@@ -550,8 +554,7 @@ def test_without_time_for_a_draft_pass_tokens_are_looked_up(seed):
 def test_rounds_of_lookup_tokens_alone_do_not_keep_drafting_denied():
     """A draft pass that was slow when it was timed is tried again, although lookups fit all the time."""
     clock = Clock()
-    drafter = Lookups(clock, 9.0)
-    drafter.looked_up, made = 0, []
+    drafter, made = Lookups(clock, 9.0), []
     guard = Guard(drafter, clock=clock)
     decode(guard, clock, 40, accepted=lambda n: 4, speed=lambda n: 1.0)
     made.append(drafter.made)
@@ -559,6 +562,17 @@ def test_rounds_of_lookup_tokens_alone_do_not_keep_drafting_denied():
     decode(guard, clock, 400, accepted=lambda n: 4)
     made.append(drafter.made)
     assert 0 < made[0] < made[1] - 10
+    assert drafter.looked_up
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize(("tokens", "share"), [(100, 1.05), (500, 1.03)])
+def test_lookups_that_find_nothing_are_charged(seconds, tokens, share):
+    clock = Clock()
+    drafter = Lookups(clock, 1.4)
+    drafter.lookup, drafter.found = seconds, 0
+    took, usual, _ = decode(Guard(drafter, clock=clock), clock, tokens, accepted=lambda n: 0)
+    assert usual < took <= share * usual
     assert drafter.looked_up
 
 
