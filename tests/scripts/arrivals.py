@@ -3,8 +3,9 @@
     selfspec serve --model smollm2-135m --max-num-seqs 8 --queue 1000 --threads 2 &
     python tests/scripts/arrivals.py --prompts prompts.jsonl --loads 0.5,0.9,1.2 --seconds 120 --out arrivals.json
 
-Its capacity is measured first: requests a second, `--batch-size` at a time, for `--warm` seconds. Then requests
-arrive at shares of that. Tokens come together where a draft was accepted; the time between them is shared among them.
+Its capacity is measured first: requests a second, `--batch-size` at a time, for `--warm` seconds. Then requests arrive
+at shares of that, or of `--capacity` to compare two servers under the same load. Tokens come together where a draft was
+accepted; the time between them is shared among them.
 """
 
 from __future__ import annotations
@@ -111,10 +112,11 @@ async def measured(given: argparse.Namespace) -> dict[str, object]:
     async with httpx.AsyncClient(base_url=given.url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         capacity = await closed(client, given, prompts, model)
+        loaded = given.capacity or capacity
         print(f"capacity: {capacity:.2f} requests/s, {given.batch_size} at a time", flush=True)
         rows = []
         for load in map(float, given.loads.split(",")):
-            seen = await arriving(client, given, prompts, model, load * capacity)
+            seen = await arriving(client, given, prompts, model, load * loaded)
             row = {"load": load, "requests": len(seen.whole), "tokens": seen.tokens, "refused": seen.refused}
             row |= {"lost": seen.lost, "first_ms": quantiles(seen.first), "next_ms": quantiles(seen.later)}
             row |= {"request_ms": quantiles(seen.whole)}
@@ -124,7 +126,14 @@ async def measured(given: argparse.Namespace) -> dict[str, object]:
         figures = (await client.get("/metrics")).text
     left = [line for line in figures.splitlines() if line.startswith(("selfspec_places", "selfspec_running"))]
     print(health, left)
-    return {"capacity": capacity, "rows": given.batch_size, "loads": rows, "health": health, "left": left}
+    return {
+        "capacity": capacity,
+        "loads_of": loaded,
+        "rows": given.batch_size,
+        "loads": rows,
+        "health": health,
+        "left": left,
+    }
 
 
 def main() -> None:
@@ -134,6 +143,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--loads", default="0.5,0.9,1.2")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--capacity", type=float, help="requests a second that loads are shares of; as measured")
     parser.add_argument("--warm", type=float, default=40.0)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--new-tokens", type=int, default=64)
