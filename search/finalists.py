@@ -35,7 +35,7 @@ PROMPTS = 12  # prompts to continue
 # The path that the search starts from is kept unless another path is faster by this factor. Scores of paths that differ
 # in one sub-layer differ by up to 3.5% on a dozen texts, with a sign that depends on the texts (SmolLM2).
 CLEARLY = 1.04
-RESCORING = 0.5  # share of the time for choosing that replays have where finalists are decoded then
+REPLAYING_SHARE = 0.5  # share of the time for choosing that the replays have where finalists are decoded afterwards
 FEWEST_RESCORED = 3  # with fewer prompts, rescoring is no better than the scores of the search
 TEXTS_SHARE = 0.4  # share of the time for continuing the prompts
 RESCORING_SHARE = 1.3  # time reserved for the next rescoring, times the longest rescoring so far
@@ -50,7 +50,7 @@ def best_rescored(
     is kept unless another path is clearly faster. If there is too little time to decode and rescore, `scores` decide.
     """
     deadline, watch = search.budget.deadline("choosing"), search.watch
-    deadline = deadline.part(RESCORING) if search.space.uniform else deadline
+    deadline = deadline.part(REPLAYING_SHARE) if search.space.uniform else deadline
     start = search.space.path(search.space.start)
     if len(scores) < 2 or not deadline.allows(sum(search.pace.prefill(len(ids)) for ids in prompts)):
         return clearly_best(scores, scores, start)
@@ -121,13 +121,13 @@ def finish(
     best first, by texts that no finalist was scored on. The path that it chooses and the paths with every sub-layer in
     one quantised mode then decode the first `CONTENDING` of `others`, prompts that no path was scored on, and that path
     stays unless another is clearly faster: costs and acceptance rates of different modes are predicted with different
-    errors. Without `prepared.rescore`, the finalist that decodes
-    the prompts of `eval_set` fastest is chosen. A better result of `prepared.refinements` joins the finalists. The
-    chosen path is then measured against plain decoding (without drafts), on as many prompts and tokens as fit the time.
-    The best path of an interrupted search is not measured; nor is the best path of a search with `kv` "own", because
-    selfspec does not decode with a separate KV cache for drafts. An interrupt here ends the measuring. The speed of the
-    saved profile is predicted by `prepared.replay`, if there is one. `keep_best`: save the best path even if plain
-    decoding is faster. Raises `SelfspecError` if no path was scored.
+    errors. Without `prepared.rescore`, the finalist that decodes the prompts of `eval_set` fastest is chosen. A better
+    result of `prepared.refinements` joins the finalists. The chosen path is then measured against plain decoding
+    (without drafts), on as many prompts and tokens as fit the time. The best path of an interrupted search is not
+    measured; nor is the best path of a search with `kv` "own", because selfspec does not decode with a separate KV
+    cache for drafts. An interrupt here ends the measuring. The speed of the saved profile is predicted by
+    `prepared.replay`, if there is one. `keep_best`: save the best path even if plain decoding is faster. Raises
+    `SelfspecError` if no path was scored.
     """
     search, record = prepared.search, base.search
     assert record is not None

@@ -29,13 +29,12 @@ class Controller(ABC):
     Decisions depend only on the draft's confidences in its tokens and on earlier observations, so the search's replay
     decides as real decoding does; the exception is `ends_draft`, which the replay cannot ask. A confidence is the
     estimated probability, from 0 to 1, that the target accepts the token. `start` makes a copy without observations,
-    for another sequence. `looks_up`: whether it implements `lookup_length`. `asks_payoff`: whether the controller
-    decides by a `PayoffModel`, which `with_payoff` sets before use.
+    for another sequence. `asks_payoff`: whether the controller decides by a `PayoffModel`, which `with_payoff` sets
+    before use.
     """
 
     name: ClassVar[str]
     asks_payoff: ClassVar[bool] = False
-    looks_up: ClassVar[bool] = False
 
     @abstractmethod
     def go_on(self, confidences: Sequence[float]) -> bool:
@@ -71,6 +70,11 @@ class Controller(ABC):
     def candidates(self, confidences: Sequence[float], most: int) -> Sequence[int]:
         """Return the number of candidates at each position, drafted token included: 1 to `most`, by default `most`."""
         return [most] * len(confidences)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether the controller ever has lookup tokens verified without drafting."""
+        return type(self).lookup_length is not Controller.lookup_length
 
     def lookup_length(self, chances: Sequence[float], *, only: bool = False) -> int:
         """Return how many lookup tokens to verify without drafting; 0 (the default): draft instead.

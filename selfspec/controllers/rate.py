@@ -79,7 +79,6 @@ class RateOptimal(Controller):
 
     name: ClassVar[str] = "rate"
     asks_payoff: ClassVar[bool] = True
-    looks_up: ClassVar[bool] = True
     rate: float = 1.0
     k_max: int = 12
     floor: float = 0.05

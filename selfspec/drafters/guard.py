@@ -106,8 +106,8 @@ class _RoundTimes:
             return  # nothing to compare with
         if not denied:
             self.denied = 0
-        if not denied and drafting + rest <= (1 + FIRST_REST) * self.step:
-            self.patience = PATIENCE
+            if drafting + rest <= (1 + FIRST_REST) * self.step:
+                self.patience = PATIENCE
         shares = {part: self.part(part) for part, _ in work}
         expected = sum(calls * shares[part] for part, calls in work)
         for part, calls in work:

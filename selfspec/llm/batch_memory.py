@@ -21,8 +21,7 @@ GIB = 2**30
 
 def slot_bytes(runtime: Runtime) -> int:
     """Return the bytes of one token's keys and values in all layers, without their int8 copies."""
-    s = runtime.skeleton.sizes
-    return 2 * runtime.layers * s.kv_heads * s.head_dim * s.dtype.itemsize
+    return runtime.layers * runtime.skeleton.sizes.slot_bytes
 
 
 def copy_bytes(layers: int, kv_heads: int, head_dim: int) -> int:

@@ -103,11 +103,10 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
 def _by_rate(profile: Profile, costs: CostModel) -> Profile:
     """Return the profile of int8 drafts with the controller `rate`, by these costs."""
     assumed = {"costs": costs, "acceptance": _INT8_ACCEPTANCE, "note": "costs and acceptance are assumed, not measured"}
-    profile = profile.model_copy(update=assumed)
+    draft = profile.draft.model_copy(update={"confidence": _INT8_CONFIDENCE})
+    profile = profile.model_copy(update={**assumed, "draft": draft})
     rate = max(1.0, _REACHED * best_rate(profile.payoff, DRAFTED))
-    draft = {"controller": ControllerSpec(name="rate", options={"rate": rate, "k_max": DRAFTED})}
-    spec = profile.layer_skip.model_copy(update={**draft, "confidence": _INT8_CONFIDENCE})
-    return profile.model_copy(update={"draft": spec})
+    return profile.with_controller(ControllerSpec(name="rate", options={"rate": rate, "k_max": DRAFTED}))
 
 
 def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
@@ -119,9 +118,9 @@ def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
     full, per_key, low_per_key = low * float(dtype_of(model.get_output_embeddings()).itemsize), 0.0, 0.0
     if is_lean(model):
         parts = parts_of(model)
-        full = weight_bytes(nn.ModuleList([m for group in (parts.head, *parts.groups()) for m in group.modules]))
+        full = weight_bytes(nn.ModuleList(parts.linears()))
         sizes = read_sizes(model, parts)
-        per_key = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize / _BANDWIDTH
+        per_key = sizes.slot_bytes / _BANDWIDTH
         low_per_key = slot_copy_bytes(sizes.kv_heads, sizes.head_dim) / _BANDWIDTH
     each, low_each = (size / (2 * layers) / _BANDWIDTH for size in (full, low))
     return CostModel(

@@ -219,10 +219,9 @@ def hold_(model: Any) -> bool:
         return False
     parts, parameters = parts_of(model), list(model.parameters())
     dtypes = {parameter.dtype for parameter in parameters}
-    modules = [module for group in (*parts.groups(), parts.head) for module in group.modules]
     if len(dtypes) > 1 or not dtypes <= set(HALVES) or any(p.device.type != "cpu" for p in parameters):
         return False
-    if not all(map(is_exact, modules)) or not _is_exact_embedding(embedding := parts.embedding):
+    if not all(map(is_exact, parts.linears())) or not _is_exact_embedding(embedding := parts.embedding):
         return False
     rounded, factor = [b for b in model.buffers() if b.dtype in HALVES], getattr(embedding, "scalar_embed_scale", None)
     if rounded and (factor is None or any(b is not embedding.embed_scale for b in rounded)):

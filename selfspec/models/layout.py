@@ -142,7 +142,7 @@ def weight_bytes(model: Any) -> int:
 
 def _plain(parts: Parts) -> bool:
     """Return whether all weights are on the CPU, and all float32 or all bfloat16."""
-    modules = [module for group in (parts.head, *parts.groups()) for module in group.modules]
+    modules = [*parts.linears()]
     if not all(map(is_exact, modules)) or (dtype := modules[0].weight.dtype) not in (torch.float32, torch.bfloat16):
         return False
     return all(m.weight.device.type == "cpu" and m.weight.dtype == dtype for m in modules)

@@ -48,6 +48,11 @@ class Sizes(LayerSizes):
 
     dtype: torch.dtype
 
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of one token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
@@ -296,6 +301,12 @@ class Parts:
         """Yield the linears of all layers, grouped by common input."""
         for layer in self.layers:
             yield from layer.groups
+
+    def linears(self) -> Iterator[nn.Module]:
+        """Yield the linears of the head and of all layers."""
+        yield from self.head.modules
+        for group in self.groups():
+            yield from group.modules
 
     def called(self) -> Iterator[nn.Module]:
         """Yield the modules that the runtime calls, or whose weights it reads, instead of calling the model."""
