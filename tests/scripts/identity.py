@@ -60,7 +60,7 @@ GOALS = {  # tokens, by model and rule
     ("builtin", "match"): 100_000,
     ("families", "match"): 100_000,
 }
-CASES_A_TURN = {"builtin": 8, "smollm2-135m": 1, "families": 24}  # of each goal that is not met
+CASES_A_TURN = {"builtin": 24, "smollm2-135m": 2, "families": 72}  # of each goal that is not met
 PRICES = (1.0, 1.1, 1.2, 1.3)
 HOWS = ("alone", "batch", "conversation")
 PATHS = {"skip": ("full", "skip"), "int8": ("int8",), "int4": ("int4",), "mixed": MODES}

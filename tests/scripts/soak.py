@@ -45,6 +45,7 @@ from selfspec import builtin
 CLIENTS, TOKENS, PROMPTS = 32, 24, 12
 ENDING = 120  # seconds that the server may take to end, four times its grace
 RESTING = 60  # seconds that the server may take until nothing runs, once no client asks
+COMPILING = 600  # seconds until the server serves, native kernels compiled while others work
 AGAIN = 3  # seconds in which clients ask again before the end
 SELFSPEC = (sys.executable, "-m", "selfspec")
 MODEL = ("--model", "builtin", "--dtype", "float64", "--profile", "stdlib-llama-3.7m")
@@ -242,7 +243,7 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
         server = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL, env=environment)
     try:
-        until(lambda: "serving builtin at" in log.read_text() or server.poll() is not None)
+        until(lambda: "serving builtin at" in log.read_text() or server.poll() is not None, COMPILING)
         found = re.search(r"at (http://\S+)", log.read_text())
         assert found, log.read_text()
         traffic = Soak(found[1])

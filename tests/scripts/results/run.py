@@ -340,6 +340,7 @@ COMPARISONS = (
         {"float32": (*LONG, "transformers", "llama.cpp, float32"), "bfloat16": (*LONG, "transformers")},
         {0.0: 1, 0.8: 1},
         "modules of Python's library",
+        peers_every=2,
         contexts=tuple(DOCUMENTS),
     ),
     Comparison(
