@@ -113,15 +113,17 @@ def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
     """Return the costs of passes as the time of reading their bytes, by which decoding is bound.
 
     `low`: the bytes of the weights that a draft step reads in int8. For a model that runs by its own forward, keys and
-    values are not counted, and weights have the head's dtype.
+    values are not counted, and weights have the head's dtype; nor are keys and values of layers with a sliding window,
+    which reads no more of them as a text grows.
     """
     full, per_key, low_per_key = low * float(dtype_of(model.get_output_embeddings()).itemsize), 0.0, 0.0
     if is_lean(model):
         parts = parts_of(model)
         full = weight_bytes(nn.ModuleList(parts.linears()))
         sizes = read_sizes(model, parts)
-        per_key = sizes.slot_bytes / _BANDWIDTH
-        low_per_key = slot_copy_bytes(sizes.kv_heads, sizes.head_dim) / _BANDWIDTH
+        growing = sum(parts.attention_specs[layer.attention_spec].window is None for layer in parts.layers) / layers
+        per_key = growing * sizes.slot_bytes / _BANDWIDTH
+        low_per_key = growing * slot_copy_bytes(sizes.kv_heads, sizes.head_dim) / _BANDWIDTH
     each, low_each = (size / (2 * layers) / _BANDWIDTH for size in (full, low))
     return CostModel(
         context=1,

@@ -49,7 +49,7 @@ ISAS: Mapping[str, tuple[tuple[str, ...], frozenset[str]]] = {
 }
 _OTHERWISE = "set CXX to another compiler, or SELFSPEC_NATIVE=0 to use torch's kernels only"
 _COMPILERS = ("c++", "g++", "clang++")
-_PATIENCE = 120  # timeout of the compiler in seconds
+_PATIENCE = 600  # timeout of the compiler in seconds; it takes a minute of a busy core
 
 
 class Kind(IntEnum):
@@ -263,7 +263,7 @@ def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Pat
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
     except subprocess.TimeoutExpired as error:
-        problem = str(error)
+        problem = f"{error}; delete {folder / name}.failed to try again"
     finally:
         os.close(handle)
         Path(made).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import torch
 from layouts import needs_native
 from models import CONFIGS, SIZES, tiny
 from selfspec.search.space_filter import supported_choices
-from transformers import AutoTokenizer, GemmaConfig
+from transformers import AutoTokenizer, Gemma3TextConfig, GemmaConfig
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -48,6 +48,20 @@ def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
         generated = llm.generate("def main(", **options)
         assert generated.tokens == plain.generate("def main(", **options).tokens
     assert max(done.drafted for done in generated.stats.log) <= DRAFTED + 1
+
+
+@needs_native
+def test_layers_with_a_sliding_window_cost_no_more_as_a_text_grows():
+    def per_key(windowed: int) -> float:
+        kinds = ["sliding_attention"] * windowed + ["full_attention"] * (SIZES["num_hidden_layers"] - windowed)
+        model = tiny(Gemma3TextConfig(**SIZES, head_dim=8, layer_types=kinds, sliding_window=16))
+        costs = default_profile(model, Identity(layers=len(kinds))).costs
+        assert costs.low_per_key < costs.attention_per_key or windowed == len(kinds)
+        return costs.attention_per_key
+
+    layers = SIZES["num_hidden_layers"]
+    assert per_key(0) > 0 == per_key(layers)
+    assert per_key(1) == pytest.approx(per_key(0) * (layers - 1) / layers)
 
 
 @needs_native
