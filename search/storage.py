@@ -24,7 +24,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MEMORY = "memory"
-DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}  # installed by selfspec's extras of the same names
+DRIVERS = {"postgresql": "psycopg", "mysql": "pymysql"}
+INSTALLED_BY = {"postgresql": "'psycopg[binary]'", "mysql": "pymysql"}
 _TRIES = 6  # attempts to create the tables of a database, which several workers may try at the same time
 
 
@@ -143,7 +144,7 @@ def _database(url: str) -> BaseStorage:
             f"storage {name}: expected memory, a file, or a database's URL such as postgresql://user:password@host/name"
         ) from None
     except ImportError as error:
-        install = f"pip install 'selfspec[{kind_of}]'" if kind_of in DRIVERS else " ".join(str(error).split())
+        install = f"pip install {INSTALLED_BY[kind_of]}" if kind_of in DRIVERS else " ".join(str(error).split())
         raise SelfspecError(f"storage {name}: its driver is not installed; {install}") from None
 
 

@@ -32,7 +32,7 @@ def test_that_runs(): ...
 TOLD = [
     "12 skipped, wants PostgreSQL; to run them: apt-get install postgresql",
     " 1 skipped, for another reason",
-    " 1 skipped, wants llguidance; to run them: pip install 'selfspec[guided]'",
+    " 1 skipped, wants llguidance; to run them: pip install llguidance",
 ]
 
 

@@ -32,7 +32,9 @@ class GenerateCommand:
     ] = None
     decoding: DecodingOptions
     data: ManyPrompts
-    batch_size: Annotated[int, many_option(min=1, metavar="N", help="Batch size: prompts decoded together.")] = 8
+    batch_size: Annotated[
+        int | None, many_option(min=1, metavar="N", help="Batch size: prompts decoded together; 8 by default.")
+    ] = None
     memory: Annotated[
         float | None,
         many_option(

@@ -274,7 +274,7 @@ def stats_line(stats: Stats) -> str:
         f"{stats.tokens} tokens in {stats.seconds:.2f} s ({stats.tokens_per_second:.1f} a second), "
         f"{stats.rounds} rounds, {stats.drafted} drafted, {stats.accepted} accepted ({stats.acceptance_rate:.0%}"
         f"{by_source(stats)}), "
-        f"{stats.tokens_per_round:.2f} tokens a round{_FINISH[stats.finish]}"
+        f"{stats.tokens_per_round:.2f} tokens a pass{_FINISH[stats.finish]}"
     )
 
 

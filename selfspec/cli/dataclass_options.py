@@ -110,8 +110,6 @@ _OPTIONS = {
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command for typer with the further options; `command` has the parameter `model`.
 
-    `--help-all` is one of them if the command has hidden options.
-
     The command raises `SelfspecError` if the options do not go together.
     """
 
@@ -124,10 +122,9 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
     signature = inspect.signature(command)
     own = signature.parameters.values()
-    rare = any(getattr(mark, "hidden", False) for param in own for mark in get_args(param.annotation)[1:])
     more = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None if name == "revision" else False, annotation=option)
-        for name, option in (_OPTIONS | ({"help_all": HelpAll} if rare else {})).items()
+        for name, option in (_OPTIONS | {"help_all": HelpAll}).items()
     ]
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*own, *more]

@@ -11,7 +11,7 @@ import yaml
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import parse_json, read_text
-from selfspec.cli.common import check_named_method, model_for, profile_named, search_hint, stderr
+from selfspec.cli.common import check_named_method, drafting_with, model_for, profile_named, search_hint, stderr
 from selfspec.cli.options import DecodingOptions
 from selfspec.controllers import parse_controller
 from selfspec.profile.schema import Profile
@@ -61,7 +61,8 @@ class DecodingRequest:
             try:
                 check_guide(regex=options.regex, json_schema=self.schema)
             except SelfspecError as error:
-                prefix = "" if options.json_schema is None or options.regex is not None else f"{options.json_schema}: "
+                of_file = options.regex is None and options.json_schema != self.schema
+                prefix = f"{options.json_schema}: " if of_file else ""
                 raise SelfspecError(f"{prefix}{error}") from None
         return how
 
@@ -142,6 +143,18 @@ class DecodingRequest:
             return llm.drafter
         return llm.guarded_drafter(llm.profile.with_controller(self.controller))
 
+    def drafts_by(self, llm: LLM) -> str:
+        """Return where the profile that `llm` drafts with comes from, and what it drafts with, in words."""
+        drafting = self.options
+        return drafting_with(
+            llm.profile,
+            llm.identity,
+            drafting.profile,
+            default=llm.has_default_profile,
+            method=drafting.method,
+            store=drafting.store,
+        ).source
+
     @property
     def _guided(self) -> bool:
         return self.options.regex is not None or self.schema is not None
@@ -154,8 +167,12 @@ def decoding(options: DecodingOptions) -> DecodingRequest:
     controller = None if options.controller is None else parse_controller(options.controller)
     check_named_method(options.method)
     _check_stops(options.stop or ())
-    schema = None if options.json_schema is None else read_text(options.json_schema)
-    return DecodingRequest(options, model, profile or options.profile, controller, schema)
+    return DecodingRequest(options, model, profile or options.profile, controller, schema_of(options.json_schema))
+
+
+def schema_of(given: str | None) -> str | None:
+    """Return the JSON text of `--json-schema`: itself if it begins like an object, or else that file's text."""
+    return given if given is None or given.lstrip().startswith("{") else read_text(Path(given))
 
 
 def _check_stops(stops: Sequence[str]) -> None:

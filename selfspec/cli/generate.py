@@ -80,8 +80,8 @@ def run(options: GenerateCommand) -> int:
 def _check_one(options: GenerateCommand) -> None:
     """Raise `SelfspecError` for options that need many prompts, and for a system message without a chat."""
     options.data.read()
-    for name, is_set in (("--out", options.out is not None), ("--memory", options.memory is not None)):
-        if is_set:
+    for name, given in (("--out", options.out), ("--memory", options.memory), ("--batch-size", options.batch_size)):
+        if given is not None:
             raise SelfspecError(f"{name} is for many prompts; expected --prompts FILE with it")
     if options.compare and options.decoding.device_options.tensor_parallel:
         raise SelfspecError("--compare loads the model more than once; expected it without --tensor-parallel")
@@ -166,13 +166,16 @@ def _compare(
     if as_json:
         print_json({**_as_json(result.draft, events=color), "compare": result.as_dict()})
     else:
-        _print_comparison(llm, result, color=color)
+        _print_comparison(llm, result, request.drafts_by(llm), color=color)
         if color:
             legend(stderr(always=True), result.draft.events, result.draft.stats, llm.profile)
 
 
-def _print_comparison(llm: LLM, result: Comparison, *, color: bool) -> None:
-    """Print the text with the figures of plain and speculative decoding beside it, and how the texts differ."""
+def _print_comparison(llm: LLM, result: Comparison, drafts_by: str, *, color: bool) -> None:
+    """Print the text with the figures of plain and speculative decoding beside it, and how the texts differ.
+
+    `drafts_by`: what drafted, in words.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -185,7 +188,6 @@ def _print_comparison(llm: LLM, result: Comparison, *, color: bool) -> None:
     figures.add_row("full passes", f"{plain.rounds}", f"{draft.rounds}")
     figures.add_row("tokens a pass", f"{plain.tokens_per_round:.2f}", f"{draft.tokens_per_round:.2f}")
     figures.add_row("accepted", "-", f"{draft.acceptance_rate:.0%}")
-    figures.add_row("speedup", "1", f"{result.speedup:.2f}")
     console = stdout()
     text = colored(console, result.draft.events) if color else Text(result.draft.text, overflow="fold")
     page = Table.grid(padding=(0, 3), expand=True)
@@ -198,6 +200,7 @@ def _print_comparison(llm: LLM, result: Comparison, *, color: bool) -> None:
         "",
         f"speedup: {result.speedup:.2f}x over plain decoding (median of {result.rounds} interleaved runs); "
         f"transformers' generate: {theirs:.1f} tokens/s",
+        f"drafts: {drafts_by}",
         f"identical output: {_verdict(llm, result)}",
     ):
         console.print(line, soft_wrap=True, markup=False)

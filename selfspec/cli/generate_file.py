@@ -20,7 +20,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, json_line, kind, parse_json, write_text
 from selfspec.cli.command_options import GenerateCommand
 from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
-from selfspec.cli.decoding_options import decoding
+from selfspec.cli.decoding_options import decoding, schema_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +116,7 @@ def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
         options.min_p,
         options.repetition_penalty,
         options.regex,
-        None if options.json_schema is None else options.json_schema.read_text(encoding="utf-8"),
+        schema_of(options.json_schema),
         str(llm.runtime.dtype),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
@@ -167,7 +167,7 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
             _fail(console, out, job, str(job.error))
     if not jobs:
         return 1
-    rows, most = min(command.batch_size, len(jobs)), longest(llm, [job.prompt for job in jobs], how)
+    rows, most = min(command.batch_size or 8, len(jobs)), longest(llm, [job.prompt for job in jobs], how)
     with (
         Batch(llm, rows=rows, memory=command.memory, longest=most) as batch,
         bar,

@@ -205,7 +205,10 @@ class DecodingOptions:
         _drafting(metavar="FILE", help="File of earlier answers to propose tokens from; new ones are added."),
     ] = None
     regex: Annotated[str | None, _guided(help="Regular expression that the new text must match.")] = None
-    json_schema: Annotated[Path | None, _guided(help="JSON schema that the new text must satisfy.")] = None
+    json_schema: Annotated[
+        str | None,
+        _guided(metavar="FILE|JSON", help="JSON schema that the new text must satisfy: a file, or the schema itself."),
+    ] = None
     device_options: SharedDeviceOptions
 
 
@@ -240,7 +243,15 @@ class BenchCommand:
     """Options of `bench`."""
 
     drafting: DraftingOptions
-    methods: Annotated[str, typer.Option(show_default=False, help=f"Methods: {', '.join(METHODS)}.")] = BENCHED
+    methods: Annotated[
+        str,
+        typer.Option(
+            show_default=False,
+            help=f"Methods, separated by commas; by default {BENCHED}. Others: "
+            f"{', '.join(name for name in METHODS if name not in BENCHED.split(','))}, model:NAME, staged:NAME, "
+            "hf-model:NAME, and profile files.",
+        ),
+    ] = BENCHED
     data: PromptOptions
     limit: Annotated[
         int | None,

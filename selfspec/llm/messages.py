@@ -62,7 +62,9 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     Raises `SelfspecError` if there is no template, and if the template fails.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise SelfspecError("the tokenizer has no chat template; do without chat, or take a model that has one")
+        raise SelfspecError(
+            "the tokenizer has no chat template; do without chat (in a server: /v1/completions), or take another model"
+        )
     special = _special_tokens(tokenizer)
     quoted = any(text in entry["content"] for entry in messages for text in special)
     try:

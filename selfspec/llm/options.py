@@ -52,7 +52,7 @@ class Options:
             flags=("--max-new-tokens", "-n"),
             min=1,
             metavar="N",
-            help="Maximum number of new tokens; 128 by default, 1024 in a chat.",
+            help="Maximum number of new tokens; 128 by default, in a chat 1024.",
         ),
     ] = None
     temperature: Annotated[

@@ -14,7 +14,7 @@ def main() -> None:
 
         import selfspec.lm_eval.model  # noqa: F401  (registers the model)
     except ImportError as error:
-        sys.exit(_print_error(f"lm-evaluation-harness cannot be imported ({error}); pip install 'selfspec[lm-eval]'"))
+        sys.exit(_print_error(f"lm-evaluation-harness cannot be imported ({error}); pip install lm_eval"))
     try:
         cli_evaluate()
     except SelfspecError as error:

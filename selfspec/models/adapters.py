@@ -44,9 +44,7 @@ def check_adapter(folder: Path) -> str | None:
     weights, and without `peft`.
     """
     if find_spec("peft") is None:
-        raise SelfspecError(
-            f"model {folder} is a PEFT adapter; pip install 'selfspec[peft]' to merge it into its model"
-        )
+        raise SelfspecError(f"model {folder} is a PEFT adapter; pip install peft to merge it into its model")
     try:
         config = parse_json(read_text(folder / CONFIG))
     except ValueError as error:

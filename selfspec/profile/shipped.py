@@ -131,7 +131,11 @@ def shipped_for(identity: Identity) -> dict[str, Profile]:
 def check_profile(profile: Profile, identity: Identity) -> None:
     """Raise `SelfspecError` if a profile is for another architecture; warn if it is for other weights."""
     if difference := profile.model.mismatch(identity):
-        raise SelfspecError(f"the profile is of another model: {difference}; search one with: selfspec search")
+        of, model = (f" ({each.name})" if each.name else "" for each in (profile.model, identity))
+        raise SelfspecError(
+            f"the profile is of another model{of}: {difference}{model}; leave out --model, or make a profile of this "
+            "one with: selfspec search"
+        )
     if profile.model.other_weights(identity):
         warnings.warn(
             "the profile was made for other weights of this architecture; it is lossless all the same, but may be slow",

@@ -82,11 +82,12 @@ class CacheRows:
 
     def _settle_positions(self, row: int, start: int, end: int) -> None:
         """Set the positions of committed slots, from `start` up to, not including, `end`."""
-        if self.positions is not None:
+        if self.positions is not None and start < end:
             self.positions[row, start:end] = torch.arange(start, end, device=self.positions.device)
 
     def rewind(self, row: int, length: int) -> None:
-        """Set a row's length to `length`, which discards the slots from `length` on."""
+        """Set a row's length: a smaller one discards slots, a larger one commits slots whose keys were copied."""
+        self._settle_positions(row, self.length[row], length)
         self.length[row] = length
 
 

@@ -264,9 +264,7 @@ def check_guide(*, regex: str | None = None, json_schema: str | Mapping[str, Any
     try:
         import llguidance  # noqa: F401
     except ImportError:
-        raise SelfspecError(
-            "guided generation needs llguidance; install it with: pip install 'selfspec[guided]'"
-        ) from None
+        raise SelfspecError("guided generation needs llguidance; install it with: pip install llguidance") from None
     if (regex is None) == (json_schema is None):
         raise SelfspecError("a guide is a regular expression or a JSON schema; expected one of them")
     what = "JSON schema" if regex is None else f"regular expression {short(regex)}"

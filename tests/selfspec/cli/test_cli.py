@@ -187,8 +187,8 @@ class TestGenerate:
     def test_stats_go_to_standard_error(self, cli):
         code, out, err = cli("generate", PROMPT, "--max-new-tokens", 4, "--stats")
         assert code == 0
-        assert "tokens a round" in err
-        assert "tokens a round" not in out
+        assert "tokens a pass" in err
+        assert "tokens a pass" not in out
 
     @needs_native
     @pytest.mark.parametrize("layout", ["native", "rows"])

@@ -215,7 +215,10 @@ WRONG = {
         "model ./no-model: no such folder; expected a folder, a GGUF file, a hub id, smollm2-135m, or 'builtin'; "
         "--no-sample writes the page without",
     ),
-    "another model": (["--profile", "small.yaml", "--model", "builtin"], "layers 4 in the profile, 16 in the model; "),
+    "another model": (
+        ["--profile", "small.yaml", "--model", "builtin"],
+        "layers 4 in the profile, 16 in the model (builtin)",
+    ),
     "a model alone": (["--model", "my/model"], "nothing to report on; expected --profile, --study or --bench"),
     "storage alone": (["--storage", "trials.jsonl"], "--storage trials.jsonl: given without --study"),
     "no study": (["--study", "no.jsonl"], "no.jsonl: no such file; expected a file of trials"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from layouts import needs_native
@@ -10,10 +12,12 @@ from natives import WINDOW as SHORT
 from natives import model_of, tokens_for
 from transformers import MistralConfig, Phi3Config
 
+from selfspec.models.families.base import LayerSizes, Sizes
 from selfspec.models.layout import apply_layout_
 from selfspec.runtime.cache import ALL_ROWS, Cache
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.native_bindings import NativePass
+from selfspec.runtime.paged import BlockTables, PagedCache
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.tree_batch import PlacedDraft
 
@@ -26,6 +30,11 @@ def cache(slots=32):
     return Cache(rows=2, **one, devices=[torch.device("cpu")], track_positions=True)
 
 
+def blocks():
+    sizes = Sizes(**dict.fromkeys((field.name for field in fields(LayerSizes)), 1), dtype=torch.float32)
+    return PagedCache(sizes, 1, BlockTables(4), rows=2, slots=32, track_positions=True)
+
+
 def test_committed_tokens_stand_at_their_slots_number():
     held = cache()
     held.length = [4, 0]
@@ -35,6 +44,18 @@ def test_committed_tokens_stand_at_their_slots_number():
     assert held.length == [7, 0]
     assert held.positions[0, :7].tolist() == list(range(7))
     assert held.positions[1].tolist() == list(range(len(held.positions[1])))
+
+
+@pytest.mark.parametrize("held", [cache, blocks], ids=["rows", "blocks"])
+def test_slots_that_a_row_takes_over_stand_at_their_number(held):
+    """Nodes that were rejected stood there; of the slots from the new length on, nothing is said."""
+    one = held()
+    one.length = [4, 0]
+    one.set_positions(torch.tensor([[4, 5, 5, 6, 6]]), 4, 5, slice(0, 1))
+    one.rewind(0, 3)
+    one.rewind(0, 8)
+    assert one.length == [8, 0]
+    assert one.positions[0, :8].tolist() == list(range(8))
 
 
 def test_what_stands_near_enough_is_seen():

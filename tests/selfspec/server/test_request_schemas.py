@@ -158,7 +158,7 @@ def test_a_wrong_schema_is_told(app):
 def test_without_llguidance_it_is_told(app, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     error = check_refused(app.post(*chat(response_format={"type": "json_object"})))
-    assert "pip install 'selfspec[guided]'" in error["message"]
+    assert "pip install llguidance" in error["message"]
 
 
 RAW = {
