@@ -5,9 +5,9 @@
 
 A case is drawn from its number: a model (the built-in one, SmolLM2, a tiny one of each family), a drafter (draft paths
 that skip, in int8, int4 and mixed; controllers, candidates, lookup; draft heads, alone and below a path; the drafters
-that need no path), and how it decodes: one text alone, a batch whose sequences join and leave at random, or a
-conversation whose turns find their prefix cached. Greedy texts are compared with plain greedy texts, seeded texts of
-rule `match` with plain texts of the same seed.
+that need no path), and how it decodes: one text alone, a batch whose sequences join and leave at random and of which
+some begin alike, so that rows take over what others hold, or a conversation whose turns find their prefix cached.
+Greedy texts are compared with plain greedy texts, seeded texts of rule `match` with plain texts of the same seed.
 
 Each case is a line of `--lines` (default: `--out`, ending in .jsonl), to which the next run adds: interrupt it at any
 time.
@@ -40,6 +40,7 @@ from selfspec import builtin, drafters
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.draft_modules.registry import HEADS
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
+from selfspec.engine.block_scheduler import WORTH_COPYING
 from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.proposers.base import ProposerChain
@@ -173,6 +174,12 @@ def sequences(draw: random.Random, at: Target, rule: str, texts: int) -> list[tu
     ]
 
 
+def opened_alike(draw: random.Random, texts: Sequence[Any]) -> list[tuple[list[int], int, int | None]]:
+    """The texts, half of them with the same opening, which is longer than what is worth copying from another row."""
+    opening = [token for prompt, _, _ in texts for token in prompt][: WORTH_COPYING + 8]
+    return [([*opening, *prompt] if draw.random() < 0.5 else prompt, room, seed) for prompt, room, seed in texts]
+
+
 def state(runtime: Runtime, prompt: Sequence[int], room: int, seed: int | None) -> SequenceState:
     """A sequence of its own."""
     sampler = Sampler() if seed is None else Sampler(temperature=0.9, top_p=0.95, seed=seed)
@@ -219,7 +226,7 @@ def batch(
     """The new tokens of texts that join a batch at random; and whether the text left early, as some do."""
     seqs = [state(runtime, *text) for text in texts]
     waiting, left = list(seqs), set[SequenceState]()
-    with Engine(runtime, drafting) as engine:
+    with Engine(runtime, drafting, reuse=True) as engine:
         while waiting or engine.running:
             while waiting and len(engine.running) < runtime.rows and (draw.random() < 0.6 or not engine.running):
                 engine.join(waiting.pop(0))
@@ -244,6 +251,7 @@ def run(case: Case) -> dict[str, Any]:
         texts = [(prompt, min(new, room), seed) for prompt, new, seed in texts]
         found, expected = (conversation(runtime, each, texts) for each in (drafting, drafters.PlainDrafter()))
     elif how == "batch":
+        texts = opened_alike(draw, texts)
         together = batch(draw, runtime, drafting, texts)
         found, expected = [new for new, _ in together], [plainly(name, *text) for text in texts]
         expected = [all_[: len(new)] if left else all_ for all_, (new, left) in zip(expected, together, strict=True)]
