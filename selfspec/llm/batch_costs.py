@@ -59,7 +59,7 @@ class _Round(NamedTuple):
 
 
 def measure_round_costs(runtime: Runtime, drafter: ChainDrafter | None) -> PassCosts:
-    """Time rounds with 1, 2, 4, .. sequences, up to the runtime's rows; return the costs of passes in seconds.
+    """Time rounds with 1, 2, 4, .. sequences, as far as rows and memory allow; return the costs of passes in seconds.
 
     Without a drafter, or if the context is too short for drafts, draft passes are assumed to cost as much as full
     passes. Raises `BusyError` while the runtime has a stream.
@@ -103,7 +103,10 @@ def _by_length(drafter: ChainDrafter | None) -> Iterator[None]:
 def _rounds(
     runtime: Runtime, drafter: ChainDrafter | None, count: int, plan: Sequence[int], draw: random.Random
 ) -> list[_Round]:
-    """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`, after a warm-up round."""
+    """Time rounds of `count` sequences of random tokens, with the draft lengths in `plan`, after a warm-up round.
+
+    Nothing is timed if the KV cache does not hold as many.
+    """
     vocabulary = runtime.skeleton.identity.vocabulary or 2
     max_new_tokens = len(plan) + 2 * sum(plan) + 3
     probe = None if drafter is None else _Timed(drafter, runtime)
@@ -111,7 +114,10 @@ def _rounds(
     with Engine(runtime, probe or PlainDrafter()) as engine:
         for _ in range(count):
             tokens = [draw.randrange(vocabulary) for _ in range(KEYS)]
-            engine.join(SequenceState(tokens, max_new_tokens, Sampler()))
+            seq = SequenceState(tokens, max_new_tokens, Sampler())
+            if not engine.admit(seq):
+                return []
+            engine.prefill(seq)
         engine.step()  # the first tokens, which take no pass
         for i, length in enumerate((0, *plan)):
             if probe is not None:

@@ -9,9 +9,8 @@ that need no path), and how it decodes: one text alone, a batch whose sequences 
 some begin alike, so that rows take over what others hold, or a conversation whose turns find their prefix cached.
 Greedy texts are compared with plain greedy texts, seeded texts of rule `match` with plain texts of the same seed.
 
-Each case is a line of `--lines` (default: `--out`, ending in .jsonl), to which the next run adds: interrupt it at any
-time.
-The summary is written to `--out`. Exit code 1 when any token differs, 3 while tokens are missing.
+`--out` has what all cases counted, and which are done. The next run adds to it: interrupt it at any time; without that
+file it begins anew. Exit code 1 when any token differs, 3 while tokens are missing.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ import argparse
 import json
 import multiprocessing
 import random
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import count, islice
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from models import tiny
 
 import selfspec
 from selfspec import builtin, drafters
+from selfspec.basics.files import write_text
 from selfspec.controllers import AdaptiveThreshold, Controller, FixedK, RateOptimal, StaticThreshold
 from selfspec.draft_modules.registry import HEADS
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
@@ -267,36 +269,67 @@ def run(case: Case) -> dict[str, Any]:
     return {**case._asdict(), "family": name, "how": how, "drafter": named, "tokens": tokens, "different": different}
 
 
-def missing(done: Sequence[dict[str, Any]]) -> Iterator[Case]:
-    """The next cases of every goal that is not met."""
-    for key, goal in GOALS.items():
-        mine = [line for line in done if (line["model"], line["rule"]) == key]
-        if sum(line["tokens"] for line in mine) < goal:
-            ended = {line["number"] for line in mine}  # a case that was interrupted, or raised, is run again
-            left = (number for number in count() if number not in ended)
-            yield from (Case(*key, number) for number in islice(left, CASES_A_TURN[key[0]]))
+class Proof:
+    """What all cases counted, as the file of `--out` holds it; it grows case by case."""
 
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        known = json.loads(out.read_text()) if out.exists() else {}
+        self.tokens, self.different = known.get("tokens", 0), known.get("different", 0)
+        self.wrong: list[dict[str, Any]] = known.get("wrong", [])
+        self.commits = Counter[str](known.get("commits", {}))
+        self.tables: dict[str, dict[str, dict[str, int]]] = {name: known.get(name, {}) for name in TABLES}
+        self.done = {key: numbers(known.get("done", {}).get(", ".join(key), "")) for key in GOALS}
+        self.commit = git("describe", "--always")
 
-def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all cases counted: tokens and differing tokens, in all and by what was drawn."""
-
-    def by(*fields: str) -> dict[str, dict[str, int]]:
-        counts: dict[str, dict[str, int]] = {}
-        for line in sorted(done, key=lambda line: [line[field] for field in fields]):
-            total = counts.setdefault(", ".join(line[field] for field in fields), dict.fromkeys(COUNTED, 0))
+    def add(self, line: dict[str, Any]) -> None:
+        """Count a case that ended, and write all that was counted."""
+        self.done[line["model"], line["rule"]].add(line["number"])
+        self.tokens, self.different = self.tokens + line["tokens"], self.different + line["different"]
+        self.commits[self.commit] += line["tokens"]
+        self.wrong += [line] if line["different"] else []
+        for name, fields in TABLES.items():
+            total = self.tables[name].setdefault(", ".join(line[field] for field in fields), dict.fromkeys(COUNTED, 0))
             for key in COUNTED:
                 total[key] += line[key]
-        return counts
+        write_text(self.out, json.dumps(self.as_dict(), indent=1) + "\n")
 
-    return {
-        "claim": "float64: token for token what plain decoding gives",
-        "tokens": sum(line["tokens"] for line in done),
-        "different": sum(line["different"] for line in done),
-        "cases": len(done),
-        "wrong": [line for line in done if line["different"]],
-        "versions": {"selfspec": selfspec.__version__, "torch": torch.__version__},
-        **{name: by(*fields) for name, fields in TABLES.items()},
-    }
+    def as_dict(self) -> dict[str, Any]:
+        """The file's contents."""
+        return {
+            "claim": "float64: token for token what plain decoding gives",
+            "tokens": self.tokens,
+            "different": self.different,
+            "wrong": self.wrong,
+            "commits": self.commits,
+            "torch": torch.__version__,
+            **{name: dict(sorted(table.items())) for name, table in self.tables.items()},
+            "done": {", ".join(key): ranges(ended) for key, ended in self.done.items()},
+        }
+
+    def missing(self) -> Iterator[Case]:
+        """The next cases of every goal that is not met."""
+        for key, goal in GOALS.items():
+            if self.tables["goals"].get(", ".join(key), {}).get("tokens", 0) < goal:
+                left = (number for number in count() if number not in self.done[key])
+                yield from (Case(*key, number) for number in islice(left, CASES_A_TURN[key[0]]))
+
+
+def numbers(text: str) -> set[int]:
+    """The numbers that `ranges` wrote."""
+    pairs = (part.partition("-") for part in text.split(",") if part)
+    return {number for low, _, high in pairs for number in range(int(low), int(high or low) + 1)}
+
+
+def ranges(numbers: set[int]) -> str:
+    """Numbers as text, such as 0-4,7."""
+    runs = [[*run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)
+
+
+def git(*command: str) -> str:
+    """What git says of this checkout."""
+    return subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
 
 COUNTED = ("tokens", "different")
@@ -304,30 +337,23 @@ TABLES = {"goals": ("model", "rule"), "families": ("family",), "ways": ("how",),
 
 
 def main() -> None:
-    """Run cases until all goals are met, and write the summary."""
+    """Run cases until all goals are met, and write what they counted."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lines", type=Path, help="the file of cases that are done")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, help="stop after so many; run it again to go on")
     options = parser.parse_args()
-    lines = options.lines or options.out.with_suffix(".jsonl")
-    done = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    begun, before = time.monotonic(), sum(line["tokens"] for line in done)
-    ends = begun + 60 * options.minutes if options.minutes else float("inf")
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool, lines.open("a") as file:
-        while (cases := list(missing(done))) and time.monotonic() < ends:
+    proof, begun = Proof(options.out), time.monotonic()
+    ends, before = begun + 60 * options.minutes if options.minutes else float("inf"), proof.tokens
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        while (cases := list(proof.missing())) and time.monotonic() < ends:
             for line in pool.imap_unordered(run, cases):
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                done.append(line)
+                proof.add(line)
                 if time.monotonic() > ends:
                     break
-    found = summary(done)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    rate = (found["tokens"] - before) / (time.monotonic() - begun)
-    print(f"{found['tokens']} tokens of {sum(GOALS.values())}, {found['different']} different; {rate:.0f} tokens/s")
-    sys.exit(1 if found["different"] else 3 if list(missing(done)) else 0)
+    rate = (proof.tokens - before) / (time.monotonic() - begun)
+    print(f"{proof.tokens} tokens of {sum(GOALS.values())}, {proof.different} different; {rate:.0f} tokens/s")
+    sys.exit(1 if proof.different else 3 if list(proof.missing()) else 0)
 
 
 if __name__ == "__main__":
