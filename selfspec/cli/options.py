@@ -243,15 +243,7 @@ class BenchCommand:
     """Options of `bench`."""
 
     drafting: DraftingOptions
-    methods: Annotated[
-        str,
-        typer.Option(
-            show_default=False,
-            help=f"Methods, separated by commas; by default {BENCHED}. Others: "
-            f"{', '.join(name for name in METHODS if name not in BENCHED.split(','))}, model:NAME, staged:NAME, "
-            "hf-model:NAME, and profile files.",
-        ),
-    ] = BENCHED
+    methods: Annotated[str, typer.Option(show_default=False, help=f"Methods: {', '.join(METHODS)}.")] = BENCHED
     data: PromptOptions
     limit: Annotated[
         int | None,

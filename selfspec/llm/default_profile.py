@@ -75,10 +75,7 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
     cannot be quantised, tokens are only looked up; on a GPU nothing is drafted then. Raises `SelfspecError` for an
     `extra_memory` that is negative or not finite.
     """
-    if extra_memory is not None and not 0 <= extra_memory < math.inf:
-        raise SelfspecError(
-            f"extra_memory {extra_memory}: expected 0 or more and finite, as a share of the model's bytes"
-        )
+    check_extra_memory(extra_memory)
     model = base_model(model)
     head = model.get_output_embeddings()
     if head is None:
@@ -98,6 +95,16 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
         quantized_profile(identity, "int8", head="int8", drafted=DRAFTED),
         _assumed_costs(model, identity.layers, needed),
     )
+
+
+def check_extra_memory(extra_memory: float | None) -> None:
+    """Raise `SelfspecError` unless `extra_memory` is None, or a finite number of 0 or more."""
+    if extra_memory is None:
+        return
+    if not isinstance(extra_memory, int | float) or not 0 <= extra_memory < math.inf:
+        raise SelfspecError(
+            f"extra_memory {extra_memory}: expected 0 or more and finite, as a share of the model's bytes"
+        )
 
 
 def _by_rate(profile: Profile, costs: CostModel) -> Profile:

@@ -16,7 +16,7 @@ from selfspec.drafters.registry import make_layer_skip
 from selfspec.engine.engine import OnPrefill, decode
 from selfspec.llm.adapter_switch import AdapterSwitcher
 from selfspec.llm.conversation import Conversation
-from selfspec.llm.default_profile import resolve_profile
+from selfspec.llm.default_profile import check_extra_memory, resolve_profile
 from selfspec.llm.generate_many import generate_many
 from selfspec.llm.keyword_hints import with_keyword_hints
 from selfspec.llm.local_costs import local_payoff
@@ -44,7 +44,7 @@ from selfspec.text.guided import Guide
 from selfspec.text.prompt_template import Message, Prompt, is_chat, is_unicode, token_ids
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath, SkipSet, as_path
-from selfspec.types.identity import Identity
+from selfspec.types.identity import UNNAMED, Identity
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessor
@@ -93,7 +93,7 @@ class LLM:
         self.runtime: Runtime = open_runtime(model)
         self.adapters = Adapters(model)
         self._adapter_switcher = AdapterSwitcher(self.adapters)
-        self.name = name or self.runtime.skeleton.identity.name or "unnamed"
+        self.name = name or self.runtime.skeleton.identity.name or UNNAMED
         self.layout: str | None = None  # the weight layout that `load` applied; None after `wrap`
         self.plain_layout: str | None = None  # the weight layout that is fastest without drafts; None after `wrap`
         self.profile: Profile | None = None
@@ -188,6 +188,8 @@ class LLM:
         """
         if isinstance(prompt, str) and not is_unicode(prompt):
             raise SelfspecError("the prompt is not valid Unicode text; give UTF-8")
+        if self.tokenizer is None and (isinstance(prompt, str) or is_chat(prompt)):
+            raise SelfspecError("the prompt is a text, and the model has no tokenizer; expected token ids")
         if is_chat(prompt):
             prompt = render(self.tokenizer, validate_messages(prompt))
         ids = list(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else token_ids(prompt)
@@ -198,6 +200,13 @@ class LLM:
         if wrong is not None:
             raise SelfspecError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
         return ids
+
+    def _check_drafter(self, drafter: Drafter) -> None:
+        """Raise `SelfspecError` if `drafter` is none, or drafts along a path of another model."""
+        if not hasattr(drafter, "propose"):
+            raise SelfspecError(f"drafter {type(drafter).__name__}: expected a drafter, such as llm.layer_skip(...)")
+        if isinstance(drafter, LayerSkipDrafter) and drafter.runtime is not self.runtime:
+            raise SelfspecError("the drafter is of another model; expected one that this model made")
 
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """Return the prompt's token ids. Raises `SelfspecError` if prompt and new tokens exceed the context length."""
@@ -337,6 +346,7 @@ class LLM:
         ids = self.encode(prompt)
         planned = planned or self.plan(ids, options)
         drafter = drafter or self.drafter
+        self._check_drafter(drafter)
         if planned.sampler.seeded:
             calibrate(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
@@ -427,6 +437,7 @@ def load(
     Raises `SelfspecError` if the model, the profile, an adapter or a file cannot be loaded, or if they do not fit.
     """
     check_layout(layout)
+    check_extra_memory(extra_memory)
     if store is not None:
         Store(store)
     if answers is not None:

@@ -6,7 +6,7 @@ the annotations, so this module does not postpone them; types of heavy modules a
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -112,10 +112,12 @@ class Options:
                 f"config: expected a transformers GenerationConfig, got {type(self.config).__name__}; other options "
                 "are named, as in max_new_tokens=64"
             )
+        if not isinstance(self.settings, Mapping):
+            raise SelfspecError(f"settings {short(self.settings)}: expected fields of a GenerationConfig by name")
         known = vars(GenerationConfig())
         for name in self.settings:
             if name not in known or name.startswith("_"):
-                near = difflib.get_close_matches(name, known, 1)
+                near = difflib.get_close_matches(str(name), known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SelfspecError(f"GenerationConfig has no field '{name}'{hint}")
         sampled = self.settings.get("do_sample")
@@ -166,6 +168,8 @@ def stop_texts(stop: str | Sequence[str] | None, where: str = "") -> tuple[str, 
 
     Raises `SelfspecError` for a stop string that is empty, not a text or not valid Unicode.
     """
+    if not isinstance(stop, Iterable | None):
+        raise SelfspecError(f"{where}stop {short(stop)}: expected a text, or several")
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text and is_unicode(text) for text in stops):
         raise SelfspecError(f"{where}a stop string is empty or not valid text; expected at least one character")

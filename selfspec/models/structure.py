@@ -42,6 +42,8 @@ def find_structure(model: Any) -> Structure:
 
     Raises `UnsupportedModelError` if there is no list of layers, or if no sub-layer is a module of its own.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"model {type(model).__name__}: expected a model that transformers has loaded")
     config = decoder_part(getattr(model, "config", None))
     counts = {getattr(config, name, None) for name in ("num_hidden_layers", "num_layers")} - {None}
     found: list[Structure] = []

@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Literal
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, short
 from selfspec.basics.files import kind
 from selfspec.profile.draft_spec import DraftSpec, LayerSkipSpec, LookupSpec, ProposerSpec, Skip, parse_draft
 from selfspec.profile.drafter_specs import ModelSpec
@@ -18,7 +18,7 @@ from selfspec.profile.reading import parse_profile, read_profile
 from selfspec.profile.schema import Profile
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath, HeadMode
-from selfspec.types.identity import Identity
+from selfspec.types.identity import UNNAMED, Identity
 from selfspec.types.methods import EARLY_EXIT, FREE, NAMED, OWN, STAGED, draft_model_of
 
 
@@ -107,6 +107,8 @@ def named_profile(profile: str | Path | Profile) -> str | Profile:
     """Resolve a profile object, a file or a shipped name; return `auto` and `none` as is. Raises `SelfspecError`."""
     if isinstance(profile, Profile):
         return profile
+    if not isinstance(profile, str | Path):
+        raise SelfspecError(f"profile {short(profile)}: expected a Profile, a file, a name, auto or none")
     return str(profile) if profile in ("auto", "none") else find_profile_file(profile)
 
 
@@ -131,7 +133,9 @@ def shipped_for(identity: Identity) -> dict[str, Profile]:
 def check_profile(profile: Profile, identity: Identity) -> None:
     """Raise `SelfspecError` if a profile is for another architecture; warn if it is for other weights."""
     if difference := profile.model.mismatch(identity):
-        of, model = (f" ({each.name})" if each.name else "" for each in (profile.model, identity))
+        of, model = (
+            f" ({each.name})" if each.name not in (None, UNNAMED) else "" for each in (profile.model, identity)
+        )
         raise SelfspecError(
             f"the profile is of another model{of}: {difference}{model}; leave out --model, or make a profile of this "
             "one with: selfspec search"

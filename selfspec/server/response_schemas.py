@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,24 @@ if TYPE_CHECKING:
 LOWEST = -9999.0  # the API's log probability of a token with probability 0
 _FINISH = {"end": "stop", "stop": "stop", "guide": "stop", "length": "length", "time": "length"}
 Spell = Callable[[int], bytes]  # returns the bytes of a token
+
+
+class TextOffsets:
+    """Where each token of a text begins, in characters: one split over several tokens counts with the last of them.
+
+    `start`: the characters before the first token. `special`: ids of tokens that texts leave out.
+    """
+
+    def __init__(self, start: int, special: frozenset[int]) -> None:
+        self._next, self._special = start, special
+        self._decode = codecs.getincrementaldecoder("utf-8")("ignore").decode
+
+    def add(self, token: int, spell: Spell) -> int:
+        """Return where the next token begins."""
+        begin = self._next
+        if token not in self._special:
+            self._next += len(self._decode(spell(token)))
+        return begin
 
 
 class ResponseSchema(Protocol):
@@ -34,8 +53,8 @@ class ResponseSchema(Protocol):
     ) -> dict[str, Any]:
         """Return the entry in a stream chunk's `choices`; `first`: the chunk is the first of its text."""
 
-    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
-        """Return the `logprobs` object for tokens; `offset`: the number of characters of the text before the tokens."""
+    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offsets: TextOffsets) -> dict[str, Any]:
+        """Return the `logprobs` object for tokens, whose places in the text `offsets` counts."""
 
 
 class ChatSchema:
@@ -56,7 +75,7 @@ class ChatSchema:
         message_delta |= {} if text is None else {"content": text}
         return {"index": index, "delta": message_delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
+    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offsets: TextOffsets) -> dict[str, Any]:
         """Implement `ResponseSchema.logprobs`."""
         content = []
         for entry in token_logprobs:
@@ -80,13 +99,9 @@ class CompletionSchema:
         """Implement `ResponseSchema.delta`."""
         return self.choice(index, text or "", logprobs, finish)
 
-    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offset: int) -> dict[str, Any]:
+    def logprobs(self, token_logprobs: Sequence[TokenLogprobs], spell: Spell, offsets: TextOffsets) -> dict[str, Any]:
         """Implement `ResponseSchema.logprobs`; a token of invalid UTF-8 is written as its bytes, as in the API."""
         texts = [_written(spell(entry.token)) for entry in token_logprobs]
-        offsets = []
-        for entry in token_logprobs:
-            offsets.append(offset)
-            offset += len(spell(entry.token).decode(errors="ignore"))
         return {
             "tokens": texts,
             "token_logprobs": [_finite(entry.logprob) for entry in token_logprobs],
@@ -94,7 +109,7 @@ class CompletionSchema:
                 None if entry.logprob is None else {_written(spell(t)): _finite(logprob) for t, logprob in entry.top}
                 for entry in token_logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": [offsets.add(entry.token, spell) for entry in token_logprobs],
             "bytes": [list(spell(entry.token)) for entry in token_logprobs],
         }
 

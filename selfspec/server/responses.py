@@ -17,7 +17,15 @@ from selfspec.server.middleware import NOTES, refusal
 from selfspec.server.protocol import ABORT
 from selfspec.server.request_schemas import ApiError
 from selfspec.server.request_state import Call, EndReason, TextUpdate
-from selfspec.server.response_schemas import ResponseSchema, Spell, cut_short, finish_reason, sources, usage
+from selfspec.server.response_schemas import (
+    ResponseSchema,
+    Spell,
+    TextOffsets,
+    cut_short,
+    finish_reason,
+    sources,
+    usage,
+)
 from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -37,7 +45,8 @@ _CUT = {
 class Answer(Response):
     """The response to one call that the pool has accepted. A client disconnect and a timeout end the call.
 
-    `shape`: the endpoint's response format. `spell`: returns the bytes of a token. `timeout`: seconds from the call's
+    `shape`: the endpoint's response format. `spell`: returns the bytes of a token. `special`: the ids of tokens that
+    texts leave out. `timeout`: seconds from the call's
     arrival. `ended`: called with the call after the response.
     """
 
@@ -48,6 +57,7 @@ class Answer(Response):
         shape: ResponseSchema,
         *,
         spell: Spell,
+        special: frozenset[int],
         timeout: float,
         ended: Callable[[Call], None],
     ) -> None:
@@ -57,7 +67,7 @@ class Answer(Response):
         self._made = int(time.time())
         self._begun = [False] * len(call.jobs)
         scored = call.parsed.echo and call.parsed.top is not None  # log probabilities begin with the prompt's
-        self._written = [0 if scored else len(shown) for shown in call.parsed.shown]  # characters of each text sent
+        self._offsets = [TextOffsets(0 if scored else len(shown), special) for shown in call.parsed.shown]
         self._name = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,8 +114,8 @@ class Answer(Response):
             return refusal(problem)
         choices = []
         for update, text, logprobs in zip(call.latest, texts, token_logprobs, strict=True):
-            offset = self._written[update.index]
-            choice_logprobs = None if call.parsed.top is None else shape.logprobs(logprobs, self._spell, offset)
+            offsets = self._offsets[update.index]
+            choice_logprobs = None if call.parsed.top is None else shape.logprobs(logprobs, self._spell, offsets)
             choices.append(shape.choice(update.index, text, choice_logprobs, finish_reason(update)))
         return JSONResponse(self._framed(shape.response_object, choices) | {"usage": usage(call)})
 
@@ -135,13 +145,9 @@ class Answer(Response):
         call, index = self._call, update.index
         begun, self._begun[index] = self._begun[index], True
         text = update.text if begun else call.parsed.shown[index] + update.text
-        offset = self._written[index]
         logprobs = None
         if call.parsed.top is not None and update.logprobs:
-            logprobs = self._shape.logprobs(update.logprobs, self._spell, offset)
-            self._written[index] += sum(
-                len(self._spell(entry.token).decode(errors="ignore")) for entry in update.logprobs
-            )
+            logprobs = self._shape.logprobs(update.logprobs, self._spell, self._offsets[index])
         choice = self._shape.delta(index, text or None, logprobs, finish_reason(update), first=not begun)
         framed = self._framed(self._shape.chunk_object, [choice])
         if call.parsed.usage:

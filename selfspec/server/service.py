@@ -105,7 +105,7 @@ class Service:
         self.metrics = Metrics(pool)
         self.draining = False
         self._log = log
-        self._spell = token_bytes_of(llm.tokenizer)
+        self._spell, self._special = token_bytes_of(llm.tokenizer), frozenset(llm.tokenizer.all_special_ids)
         self._bodies = BodyBudget(_BODIES * settings.max_body)
         self._reading = ThreadPoolExecutor(1, "reading")
         self._guiding = ThreadPoolExecutor(1, "guiding")
@@ -159,6 +159,7 @@ class Service:
             self.pool,
             shape,
             spell=self._spell,
+            special=self._special,
             timeout=settings.timeout - (time.perf_counter() - start),
             ended=self.metrics.ended,
         )

@@ -123,7 +123,7 @@ class TextStream:
         return self._decoded_text(self._tokens[start:end])
 
     def _decoded_text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return "" if self._tokenizer is None else str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _add(self, piece: str) -> None:
         self._delayed += piece

@@ -15,6 +15,9 @@ from selfspec.types.methods import MOST_LAYERS
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 
 
+UNNAMED = "unnamed"  # the name of a model whose config has none
+
+
 class Identity(Data):
     """The model that a profile is for. Each field that is set must agree with the model; `layers` is required."""
 

@@ -106,6 +106,7 @@ def test_a_run_that_was_broken_off_goes_on(folder, warm, monkeypatch, event):
     assert len(results(folder)) == 1
     if event.startswith("interrupted"):
         assert broken.returncode == 130
+        assert "\n1 prompts, " in broken.stderr, "as many as the file has"
         assert (
             "to resume, run the same command again: selfspec generate --model builtin --prompts prompts.jsonl"
             in broken.stderr
@@ -129,6 +130,21 @@ def test_results_of_others_are_left_alone(folder, monkeypatch, capsys):
     assert len(whole.splitlines()) == 4
 
 
+def test_a_generation_configuration_counts_by_what_it_says(folder, monkeypatch, capsys):
+    def under(penalty):
+        (folder / "config.json").write_text(json.dumps({"repetition_penalty": penalty}))
+        return many(monkeypatch, "--generation-config", "config.json")
+
+    assert under(1.0) == 0
+    first = (folder / "out.jsonl").read_text().splitlines(keepends=True)
+    (folder / "out.jsonl").write_text(first[0])
+    assert under(5.0) == 2
+    assert "out.jsonl:1: a result of another prompt, model or decoding option" in capsys.readouterr().err
+    assert (folder / "out.jsonl").read_text() == first[0]
+    assert under(1.0) == 0
+    assert len(results(folder)) == 4
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -140,6 +156,7 @@ def test_results_of_others_are_left_alone(folder, monkeypatch, capsys):
         (("--prompts", "prompts.jsonl", "--out", "nowhere/o"), "the folder nowhere does not exist; make it first"),
         (("import", "--out", "o"), "--out is for many prompts; expected --prompts FILE with it"),
         (("import", "--memory", "1"), "--memory is for many prompts"),
+        (("import", "--batch-size", "2"), "--batch-size is for many prompts"),
         (("import", "--column", "a"), "--column and --template: given without --prompts"),
         (("--prompts", "prompts.jsonl", "--out", "o", "--memory", "0.000001"), "give more memory"),
     ],
@@ -274,6 +291,12 @@ def test_a_prompt_that_the_memory_cannot_hold_leaves_the_others(folder, monkeypa
     assert len(found[0]["tokens"]) == len(found[2]["tokens"]) == 8
     assert many(monkeypatch) == 0
     assert len(results(folder)[1]["tokens"]) == 8
+
+
+def test_costs_of_rounds_are_measured_with_as_many_as_the_memory_holds(folder, monkeypatch):
+    how = ["--profile", "stdlib-llama-3.7m", "--threads", "1", "--max-new-tokens", "8", "--memory", "0.004"]
+    assert run(monkeypatch, "--prompts", "prompts.jsonl", "--out", "out.jsonl", "--batch-size", 8, *how) == 0
+    assert len(results(folder)) == 4
 
 
 def test_a_full_disk_names_the_file_and_is_gone_on_from(folder, monkeypatch, capsys):

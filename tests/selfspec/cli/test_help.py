@@ -99,7 +99,7 @@ COMMANDS = {
     },
     "index": {
         "Arguments": [],
-        "Options": ["model", "out", "add", "column", "template", "json", "revision", "quiet", "verbose", "help"],
+        "Options": ["model", "out", "add", "column", "template", "json", *LAST],
     },
     "report": {
         "Options": [

@@ -267,6 +267,10 @@ def test_the_readers_time_is_not_the_generations(llm, monkeypatch):
         ([5] * 1025, {"max_new_tokens": 1}, "no new token fits"),
         (PROMPT, {"temperature": -0.5}, "temperature -0.5"),
         (PROMPT, {"temperature": "hot"}, "temperature 'hot': expected a number"),
+        (PROMPT, {"stop": 5}, "stop 5: expected a text, or several"),
+        (PROMPT, {"settings": [1]}, "expected fields of a GenerationConfig by name"),
+        (PROMPT, {"settings": {1: 1}}, "GenerationConfig has no field '1'"),
+        (PROMPT, {"drafter": 5}, "drafter int: expected a drafter"),
     ],
     ids=str,
 )
@@ -275,6 +279,22 @@ def test_wrong_input_is_refused_before_anything_is_generated(llm, monkeypatch, p
     for call in (llm.generate, llm.stream):
         with pytest.raises(SelfspecError, match=message):
             call(prompt, **options)
+
+
+def test_wrong_models_profiles_and_drafters_are_named(llm):
+    alone = selfspec.wrap(llm.model, None, profile="none")
+    assert alone.generate(llm.encode(PROMPT), max_new_tokens=2).text == "", "token ids need no tokenizer"
+    with pytest.raises(SelfspecError, match="the model has no tokenizer; expected token ids"):
+        alone.generate(PROMPT)
+    with pytest.raises(SelfspecError, match="the drafter is of another model"):
+        llm.generate(PROMPT, drafter=alone.layer_skip(selfspec.SkipSet(mlp=(3,))))
+    with pytest.raises(SelfspecError, match="profile 5: expected a Profile, a file, a name, auto or none"):
+        selfspec.load("builtin", profile=5)
+    for share in (-1, float("nan"), "x"):
+        with pytest.raises(SelfspecError, match="expected 0 or more and finite, as a share of the model's bytes"):
+            selfspec.load("builtin", extra_memory=share)
+    with pytest.raises(SelfspecError, match="model NoneType: expected a model that transformers has loaded"):
+        selfspec.wrap(None, None)
 
 
 def test_a_prompt_of_one_token_and_a_full_context(llm, drafter):

@@ -166,6 +166,25 @@ def test_two_replicas(model, llm64):
         assert all(batch.counters.tokens for batch in batches)
 
 
+def test_where_tokens_begin_is_counted_in_characters_of_the_text(client, model):
+    """Some tokens are parts of a character, and a special token is no part of the text."""
+    ids = [model.tokenizer.all_special_ids[0], *model.encode("x = '\N{GRINNING FACE}\xe9', y")]
+    how = {"model": "toy", "prompt": [ids], "max_tokens": 4, "logprobs": 1, "echo": True, "temperature": 0}
+    choice = client.completions.create(**how).choices[0]
+    whole = [text if not text.startswith("bytes:") else "" for text in choice.logprobs.tokens]
+    assert "" in whole
+    whole[0] = ""
+    places = choice.logprobs.text_offset
+    assert [choice.text[at : at + len(text)] for at, text in zip(places, whole, strict=True)] == whole
+    streamed = [
+        place
+        for piece in client.completions.create(**how, stream=True)
+        if piece.choices[0].logprobs is not None
+        for place in piece.choices[0].logprobs.text_offset
+    ]
+    assert streamed == places
+
+
 def test_echo_with_log_probabilities_scores_the_prompt(client, model):
     """As evaluation harnesses score answers: each prompt token given those before it, in one prefill."""
     ids = model.encode(PROMPTS[0])
