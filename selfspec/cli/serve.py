@@ -55,6 +55,8 @@ def run(command: ServeCommand) -> int:
     if command.device_options.is_worker:
         _load(command, command.device_options, model, profile)
     with bind_socket(command.host, command.port) as sock:
+        if (console := stderr()).is_terminal:
+            console.print(f"loading {model} ...", markup=False, soft_wrap=True)
         llms = [_load(command, where, model, profile, adapters) for where in replica_devices]
         if llms[0].has_default_profile:
             stderr().print(search_hint(llms[0]), markup=False, soft_wrap=True)
