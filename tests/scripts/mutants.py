@@ -46,6 +46,11 @@ MUTANTS = (
         "selfspec/runtime/cache.py", "valid[row] = min(valid[row], first)", "valid[row] = valid[row]",
         "runtime/test_int8_copies.py",
     ),
+    Mutant(
+        "windows: slots that a row takes over stand where rejected nodes stood",
+        "selfspec/runtime/cache.py", "self._settle_positions(row, self.length[row], length)", "pass",
+        "runtime/test_windows.py engine/test_reuse.py",
+    ),
     # -- found by planting bugs before
     Mutant(
         "stop strings: the first that was found, not the earliest",
