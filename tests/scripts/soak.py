@@ -284,6 +284,9 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
         "counts": dict(traffic.counts.most_common()),
         "queue p95 at most, seconds": queue_p95(metrics),
         "memory, MiB": [round(first / 2**20), round(last / 2**20)],
+        "memory by tenths, MiB": [
+            round(statistics.median(memory[i * tenth : (i + 1) * tenth] or [0]) / 2**20, 1) for i in range(10)
+        ],
         "memory grew by": round(last / first - 1, 4),
         "failures": traffic.failures[:20],
     }
