@@ -201,13 +201,6 @@ class LLM:
             raise SelfspecError(f"token id {wrong} is not in the model's vocabulary of {vocabulary}")
         return ids
 
-    def _check_drafter(self, drafter: Drafter) -> None:
-        """Raise `SelfspecError` if `drafter` is none, or drafts along a path of another model."""
-        if not hasattr(drafter, "propose"):
-            raise SelfspecError(f"drafter {type(drafter).__name__}: expected a drafter, such as llm.layer_skip(...)")
-        if isinstance(drafter, LayerSkipDrafter) and drafter.runtime is not self.runtime:
-            raise SelfspecError("the drafter is of another model; expected one that this model made")
-
     def check(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
         """Return the prompt's token ids. Raises `SelfspecError` if prompt and new tokens exceed the context length."""
         ids = self.encode(prompt)
@@ -346,7 +339,8 @@ class LLM:
         ids = self.encode(prompt)
         planned = planned or self.plan(ids, options)
         drafter = drafter or self.drafter
-        self._check_drafter(drafter)
+        if not hasattr(drafter, "propose"):
+            raise SelfspecError(f"drafter {type(drafter).__name__}: expected a drafter, such as llm.layer_skip(...)")
         if planned.sampler.seeded:
             calibrate(drafter)
         text = TextStream(self.tokenizer, ids, planned.stops)
