@@ -104,6 +104,7 @@ _OPTIONS = {
     "verbose": Annotated[
         bool, typer.Option("--verbose", "-v", help="Print also what was chosen, and the messages of libraries.")
     ],
+    "help_all": HelpAll,
 }
 
 
@@ -124,7 +125,7 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     own = signature.parameters.values()
     more = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None if name == "revision" else False, annotation=option)
-        for name, option in (_OPTIONS | {"help_all": HelpAll}).items()
+        for name, option in _OPTIONS.items()
     ]
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*own, *more]

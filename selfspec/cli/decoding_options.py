@@ -167,10 +167,10 @@ def decoding(options: DecodingOptions) -> DecodingRequest:
     controller = None if options.controller is None else parse_controller(options.controller)
     check_named_method(options.method)
     _check_stops(options.stop or ())
-    return DecodingRequest(options, model, profile or options.profile, controller, schema_of(options.json_schema))
+    return DecodingRequest(options, model, profile or options.profile, controller, _schema(options.json_schema))
 
 
-def schema_of(given: str | None) -> str | None:
+def _schema(given: str | None) -> str | None:
     """Return the JSON text of `--json-schema`: itself if it begins like an object, or else that file's text."""
     return given if given is None or given.lstrip().startswith("{") else read_text(Path(given))
 

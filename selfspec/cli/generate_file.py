@@ -20,7 +20,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, json_line, kind, parse_json, write_text
 from selfspec.cli.command_options import GenerateCommand
 from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
-from selfspec.cli.decoding_options import decoding, schema_of
+from selfspec.cli.decoding_options import decoding
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +65,7 @@ def run_many(command: GenerateCommand) -> int:
             llm.check_fits(prompt, how)
         except SelfspecError as cause:
             error = str(cause)
-        jobs.append(_Job(index, text, prompt, _key(llm, command, how, prompt or text), error))
+        jobs.append(_Job(index, text, prompt, _key(llm, command, how, request.schema, prompt or text), error))
     first = next((job for job in jobs if job.error is None), None)
     plans = {} if first is None else {first.index: llm.plan(first.prompt, how)}
     done = _finished_indices(command.out, jobs)
@@ -103,8 +103,8 @@ def _check(command: GenerateCommand) -> None:
     check_writable(command.out)
 
 
-def _key(llm: LLM, command: GenerateCommand, how: Options, prompt: Prompt) -> str:
-    """Return a short hash of everything that a result depends on: model, prompt and decoding options."""
+def _key(llm: LLM, command: GenerateCommand, how: Options, schema: str | None, prompt: Prompt) -> str:
+    """Return a short hash of everything that a result depends on: model, prompt, decoding options and JSON schema."""
     options = command.decoding
     what = [
         llm.identity.model_dump(mode="json", exclude={"name"}),
@@ -116,7 +116,7 @@ def _key(llm: LLM, command: GenerateCommand, how: Options, prompt: Prompt) -> st
         options.min_p,
         options.repetition_penalty,
         options.regex,
-        schema_of(options.json_schema),
+        schema,
         str(llm.runtime.dtype),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

@@ -46,8 +46,7 @@ class Answer(Response):
     """The response to one call that the pool has accepted. A client disconnect and a timeout end the call.
 
     `shape`: the endpoint's response format. `spell`: returns the bytes of a token. `special`: the ids of tokens that
-    texts leave out. `timeout`: seconds from the call's
-    arrival. `ended`: called with the call after the response.
+    texts leave out. `timeout`: seconds from the call's arrival. `ended`: called with the call after the response.
     """
 
     def __init__(

@@ -13,8 +13,6 @@ from selfspec.types.draft_path import DraftPath, Mode
 from selfspec.types.methods import MOST_LAYERS
 
 Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-
-
 UNNAMED = "unnamed"  # the name of a model whose config has none
 
 

@@ -270,22 +270,34 @@ def run(case: Case) -> dict[str, Any]:
 
 
 class Proof:
-    """What all cases counted, as the file of `--out` holds it; it grows case by case."""
+    """The tokens compared so far, the cases that are done, and the file `out` that stores both after every case.
+
+    `tables`: tokens and differing tokens, by each of `TABLES`. `commits`: tokens by the commit that decoded them.
+    `wrong`: the cases with differing tokens. `done`: the numbers of the cases that are done, by model and rule.
+    """
 
     def __init__(self, out: Path) -> None:
         self.out = out
         known = json.loads(out.read_text()) if out.exists() else {}
-        self.tokens, self.different = known.get("tokens", 0), known.get("different", 0)
         self.wrong: list[dict[str, Any]] = known.get("wrong", [])
         self.commits = Counter[str](known.get("commits", {}))
         self.tables: dict[str, dict[str, dict[str, int]]] = {name: known.get(name, {}) for name in TABLES}
         self.done = {key: numbers(known.get("done", {}).get(", ".join(key), "")) for key in GOALS}
-        self.commit = git("describe", "--always")
+        self.commit = commit()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens compared."""
+        return self.commits.total()
+
+    @property
+    def different(self) -> int:
+        """The tokens that differ."""
+        return sum(total["different"] for total in self.tables["goals"].values())
 
     def add(self, line: dict[str, Any]) -> None:
-        """Count a case that ended, and write all that was counted."""
+        """Add a case that has ended, and write the file."""
         self.done[line["model"], line["rule"]].add(line["number"])
-        self.tokens, self.different = self.tokens + line["tokens"], self.different + line["different"]
         self.commits[self.commit] += line["tokens"]
         self.wrong += [line] if line["different"] else []
         for name, fields in TABLES.items():
@@ -295,7 +307,7 @@ class Proof:
         write_text(self.out, json.dumps(self.as_dict(), indent=1) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
-        """The file's contents."""
+        """Return the contents of the file."""
         return {
             "claim": "float64: token for token what plain decoding gives",
             "tokens": self.tokens,
@@ -327,9 +339,10 @@ def ranges(numbers: set[int]) -> str:
     return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)
 
 
-def git(*command: str) -> str:
-    """What git says of this checkout."""
-    return subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+def commit() -> str:
+    """Return the abbreviated hash of the checked-out commit, or its tag."""
+    command = ["git", "describe", "--always"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
 
 COUNTED = ("tokens", "different")

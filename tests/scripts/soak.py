@@ -274,7 +274,8 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
             server.kill()
             server.wait()
     tenth = max(len(memory) // 10, 1)
-    first, last = (statistics.median(part) for part in (memory[tenth : 2 * tenth] or memory, memory[-tenth:]))
+    by_tenth = [statistics.median(memory[i * tenth : (i + 1) * tenth] or memory) for i in range(10)]
+    first, last = by_tenth[1], statistics.median(memory[-tenth:])
     if code != 0:
         traffic.failures.append(f"the server ended with {code}")
     if "Traceback" in log.read_text():
@@ -284,9 +285,7 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
         "counts": dict(traffic.counts.most_common()),
         "queue p95 at most, seconds": queue_p95(metrics),
         "memory, MiB": [round(first / 2**20), round(last / 2**20)],
-        "memory by tenths, MiB": [
-            round(statistics.median(memory[i * tenth : (i + 1) * tenth] or [0]) / 2**20, 1) for i in range(10)
-        ],
+        "memory by tenths, MiB": [round(size / 2**20, 1) for size in by_tenth],
         "memory grew by": round(last / first - 1, 4),
         "failures": traffic.failures[:20],
     }

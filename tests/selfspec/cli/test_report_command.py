@@ -217,7 +217,7 @@ WRONG = {
     ),
     "another model": (
         ["--profile", "small.yaml", "--model", "builtin"],
-        "layers 4 in the profile, 16 in the model (builtin)",
+        "layers 4 in the profile, 16 in the model (builtin); ",
     ),
     "a model alone": (["--model", "my/model"], "nothing to report on; expected --profile, --study or --bench"),
     "storage alone": (["--storage", "trials.jsonl"], "--storage trials.jsonl: given without --study"),
