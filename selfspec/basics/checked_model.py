@@ -31,7 +31,8 @@ def first_problem(error: ValidationError, whole: str) -> str:
     `whole`: what the data are called, for a problem that belongs to no key.
     """
     first = error.errors(include_url=False)[0]
-    where, what = one_line(".".join(map(str, first["loc"]))) or whole, one_line(first["msg"])
+    keys = [str(key) for key in first["loc"] if not str(key).startswith("constrained-")]  # pydantic's, in a union
+    where, what = one_line(".".join(keys)) or whole, one_line(first["msg"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SelfspecError):
         return one_line(cause)

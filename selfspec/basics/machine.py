@@ -72,10 +72,15 @@ def read_bandwidth(size: int, device: torch.device, *, repeats: int = 5) -> floa
 
 
 def release_memory() -> None:
-    """Return freed memory to the system, where the C library is glibc; it keeps freed blocks below 32 MiB otherwise."""
+    """Collect garbage, and return freed memory to the system as `trim_memory` does."""
     import gc
 
     gc.collect()
+    trim_memory()
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, where the C library is glibc; it keeps freed blocks below 32 MiB otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 import typer.core
-from typer.models import ParameterInfo
+from typer.models import OptionInfo, ParameterInfo
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.option import Option
@@ -142,6 +142,7 @@ _PARSED_TYPES = (
     Path,
     list[str],
 )  # types that typer parses; options of other types are read as text
+_METAVARS = {str: "TEXT", Path: "PATH", int: "N", float: "X", list[str]: "TEXT"}  # of options that declare none
 
 
 def flatten_options(command: Callable[[CommandT], int | None]) -> Callable[..., None]:
@@ -219,6 +220,15 @@ def _parsed_type(kind: Any) -> Any:
     return non_none[0] if len(non_none) == 1 and non_none[0] in _PARSED_TYPES else str
 
 
+def _name_types(command: Callable[..., Any]) -> None:
+    """Give the options of a command a metavar by their type where they declare none."""
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind, *marks = get_args(parameter.annotation)
+        for mark in marks:
+            if isinstance(mark, OptionInfo) and mark.metavar is None:
+                mark.metavar = _METAVARS.get(_parsed_type(kind))
+
+
 def add_command(
     app: typer.Typer, page: str, example: str, *, name: str | None = None, panel: str | None = None
 ) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
@@ -233,6 +243,7 @@ def add_command(
         epilog = f"Example: {example}\n\nMore: docs/{page}"
         takes_dataclass = is_dataclass(next(iter(get_type_hints(function).values())))
         called = with_shared_options(flatten_options(function)) if takes_dataclass else function
+        _name_types(called)
         app.command(name, cls=PlainCommand, rich_help_panel=panel, epilog=epilog)(called)
         return function
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,8 @@ def _serve(command: ServeCommand, llms: list[LLM], sock: socket.socket) -> None:
     settings = _settings(command, llms[0].name, sock.getsockname()[0])
     many = f"{len(workers)} replicas of {limits.rows} sequences" if len(workers) > 1 else f"{limits.rows} sequences"
     with Service(llms[0], pool, settings) as service:
+        gc.collect()
+        gc.freeze()  # what was loaded stays: collections while requests run need not look at it
         line = f"serving {settings.names[0]} at {url(sock)} ({many}){held_note(llms[0].held)}{peak_note()}"
         serve(service, sock, ready=lambda: stderr().print(line, markup=False, soft_wrap=True))
 

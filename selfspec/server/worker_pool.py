@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.basics.machine import trim_memory
 from selfspec.server.request_schemas import ApiError, wrong
 from selfspec.server.request_state import Call, EndReason, TextJob, TextUpdate
 
@@ -162,6 +163,7 @@ def _make_update(
 
 
 MOST_SECONDS = 60  # the longest Retry-After sent to a client
+TRIM_SECONDS = 10  # from one return of freed memory to the next, which takes some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +282,12 @@ class WorkerPool:
             except BaseException as error:
                 return ready.set_exception(error)
             ready.set_result(None)
+            trimmed = time.monotonic()
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
+                if time.monotonic() - trimmed > TRIM_SECONDS:
+                    trim_memory()
+                    trimmed = time.monotonic()
                 if self._pending:
                     with self._changed:  # the prefill that a queued text waits for may have ended
                         self._changed.notify_all()

@@ -126,7 +126,7 @@ def helped(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, capsys):
     lines = helped(monkeypatch, capsys, command, "--help")
-    assert not any("<bool>" in line for line in lines)
+    assert not any(re.search(r"--.* <[a-z]+", line) for line in lines), "the type of an option, not a word for it"
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines), "cut short"
     found, lengths = {}, []
@@ -145,7 +145,7 @@ def test_options_stand_in_panels_the_common_ones_first(command, monkeypatch, cap
 def test_commands_stand_in_groups(monkeypatch, capsys):
     found = {}
     for line in helped(monkeypatch, capsys, "--help"):
-        assert "<bool>" not in line
+        assert "<" not in line
         if title := re.match(r"╭─ (.*?) ─+╮", line):
             found[title[1]] = []
         elif named := re.match(r"│ ([a-z]+) ", line):

@@ -256,6 +256,10 @@ KINDS = "plain, layer-skip, lookup, recycle, swift, clasp, input, jacobi, lookah
         (f"{V2}draft: {{kind: layer-skip, head: skip}}", "draft.head: .* 'int8' or 'int4', got 'skip'"),
         (f"{V2}draft: {{kind: layer-skip, confidence: {{gap: -1}}}}", "draft.confidence.gap: .* equal to 0, got -1"),
         (f"{V2}draft: {{kind: layer-skip, confidence: {{gaps: 1}}}}", "unknown key 'draft.confidence.gaps'"),
+        (
+            f"{V2}draft: {{kind: layer-skip, controller: {{name: fixed, options: {{k: x}}}}}}",
+            "draft.controller.options.k: Input should be a valid integer, got 'x'",
+        ),
         ("version: 2\nmodel: {layers: 4}\nint8: {mlp: [1]}", "unknown key 'int8'"),
         (f"{V2}parts: {{a: {{file: a.safetensors}}}}", "parts.a.sha256: Field required"),
         (f"{V2}parts: {{a: {{file: a.safetensors, sha256: '0'}}}}", "parts.a.sha256: .* got '0'"),

@@ -14,6 +14,7 @@ from batches import ToyBatch, continued
 from servers import served, service_of, until
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.server import worker_pool
 
 PROMPT = "def main(args):"
 BODY = {"model": "toy", "prompt": PROMPT, "max_tokens": 4}
@@ -277,3 +278,15 @@ def test_pages_of_other_origins(serve):
         refused = httpx2.options(f"{one.url}/v1/models", headers=preflight)
         assert refused.status_code == 405
         assert "access-control-allow-origin" not in refused.headers
+
+
+def test_freed_memory_returns_to_the_system_while_requests_run(serve, monkeypatch):
+    trimmed = []
+    monkeypatch.setattr(worker_pool, "trim_memory", lambda: trimmed.append(threading.current_thread().name))
+    with serve() as one:
+        assert post(one).status_code == 200
+        assert not trimmed  # not after so short a time
+        monkeypatch.setattr(worker_pool, "TRIM_SECONDS", 0)
+        assert post(one).status_code == 200
+        until(lambda: trimmed)
+    assert set(trimmed) == {"replica"}
