@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -242,12 +244,12 @@ class Ledger:
     def claim(self, path: DraftPath | None) -> None:
         """Claim the path that this worker is about to score; None releases the claim."""
         if self._where != MEMORY:
-            claimed = None if path is None else [_path_as_json(path), time.time()]
+            claimed = None if path is None else [_path_as_json(path), time.time(), socket.gethostname(), os.getpid()]
             with self._errors():
                 self._study.set_user_attr(f"claim {self.worker}", claimed)
 
     def claimed(self) -> set[DraftPath]:
-        """Return the paths that other workers are scoring now."""
+        """Return the paths that other workers are scoring now: workers that live, and are not silent for too long."""
         if self._where == MEMORY:
             return set()
         with self._errors():
@@ -255,12 +257,29 @@ class Ledger:
         oldest = time.time() - 60 - PATIENCE * self.longest
         claims = [value for key, value in attrs.items() if key.startswith("claim ") and not key.endswith(self.worker)]
         try:
-            return {_path(path) for path, begun in filter(None, claims) if begun > oldest}
+            return {
+                _path(path)
+                for path, begun, host, process in filter(None, claims)
+                if begun > oldest and not _has_died(host, process)
+            }
         except DAMAGE as error:
             raise self.damaged(error) from None
 
     def _errors(self) -> Any:
         return storage_errors(self._where if isinstance(self._where, Path) else display_name(self._where))
+
+
+def _has_died(host: str, process: int) -> bool:
+    """Return whether a process of this machine has ended; False for one of another machine."""
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it runs, for another user
+        return False
+    return False
 
 
 Given = ParamSpec("Given")

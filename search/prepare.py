@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.measure.cost_fitting import forward_seconds, measure_costs
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
@@ -138,15 +139,27 @@ def _with_int4(search: SearchContext, texts: Sequence[TargetText], resources: Ex
     ledger = search.ledger
     if "int4" not in search.space.modes or (ledger.int4 is None and ledger.confidence is not None):
         return search  # in the second case the study's paths were scored with weights rounded to nearest
-    part = int4_for_search(
-        search.llm,
-        [text.tokens for text in texts],
-        search.int4_method,
-        deadline=search.budget.deadline("ranking"),
-        watch=search.watch,
-    )
+    part = None
+    for _ in range(2):  # the second time where another worker's weights became the study's meanwhile
+        known = None if ledger.int4 is None else ledger.int4.file
+        part = int4_for_search(
+            search.llm,
+            [text.tokens for text in texts],
+            search.int4_method,
+            deadline=search.budget.deadline("ranking"),
+            watch=search.watch,
+            known=known,
+        )
+        if part is not None:
+            ledger.keep_int4(part)
+        if ledger.int4 is None or (part is not None and part.file == ledger.int4.file):
+            break
+    else:
+        raise SelfspecError(
+            f"{ledger.description}: its paths were scored with the int4 weights {known}, which the cache has no more, "
+            "and which cannot be made again with these options in this time"
+        )
     if part is not None:
-        ledger.keep_int4(part)
         resources.enter_context(using_int4(search.llm, part))
     return replace(search, int4=part)
 

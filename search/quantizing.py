@@ -59,14 +59,21 @@ def check_int4(llm: LLM, method: str) -> None:
 
 
 def int4_for_search(
-    llm: LLM, texts: Sequence[Sequence[int]], method: str, *, deadline: Deadline, watch: SearchCallbacks
+    llm: LLM,
+    texts: Sequence[Sequence[int]],
+    method: str,
+    *,
+    deadline: Deadline,
+    watch: SearchCallbacks,
+    known: str | None = None,
 ) -> ModuleFile | None:
     """Return the file, in the cache, of the int4 weights that a search drafts with, after registering its weights.
 
     `texts` (token ids) are those that the weights are made from. `method`: one of `METHODS`, "auto" (GPTQ, or the
     weighted grid if the time until the deadline is too short), or the path of a file of int4 weights, which is copied.
-    Returns None for `nearest`, for which no file is needed, and if the time until the deadline is too short. Raises
-    `SelfspecError` for a file that does not fit the model.
+    `known`: the name of the file with which a study's paths were scored; no other is made then. Its name says how it
+    was made, and from which texts. Returns None for `nearest`, for which no file is needed, and if the time until the
+    deadline is too short. Raises `SelfspecError` for a file that does not fit the model.
     """
     runtime = llm.runtime
     if method == "nearest":
@@ -82,6 +89,8 @@ def int4_for_search(
         model = runtime.skeleton.identity.model_dump(mode="json", exclude={"name"})
         key = json.dumps([settings, model, str(runtime.dtype)], sort_keys=True)
         file = parts_folder() / f"{INT4}-{hashlib.sha256(key.encode()).hexdigest()[:12]}{SUFFIX}"
+        if known is not None and file.name != known:
+            continue
         if kind(file) == "file":
             try:
                 return _registered(llm, file)
@@ -157,12 +166,12 @@ class QuantizedModel:
     seconds: float
 
 
-def check_quantized_out(out: Path) -> None:
-    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it."""
+def check_quantized_out(out: Path, *, read: Sequence[str | None] = ()) -> None:
+    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it, not over `read`."""
     if out.suffix != SUFFIX:
         raise SelfspecError(f"--out {out}: expected a file whose name ends in {SUFFIX}")
     for file in (out, out.with_suffix(".yaml")):
-        check_writable(file)
+        check_writable(file, read=read)
 
 
 def quantize(

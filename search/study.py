@@ -215,6 +215,7 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
         "name": llm.name,
         "model": llm.identity.model_dump(mode="json", exclude={"name"}),
         "dtype": str(llm.runtime.dtype),
+        "device": llm.runtime.device.type,
         "calibration text": calibration.model_dump(mode="json"),
     }
     where = MEMORY if options.storage is None else options.storage
@@ -281,50 +282,70 @@ def _run_trials(
     """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
 
     Then the paths with every sub-layer in one quantised mode are scored, if no trial has scored them.
+    """
+    ledger = search.ledger
+    search.watch.stage("searching", trials)
+    try:
+        _ask_and_tell(search, objective, strategy(), trials)
+        _score_uniform(search, objective)
+    except KeyboardInterrupt:
+        if not ledger.scores:
+            raise
+        return True
+    finally:
+        ledger.claim(None)
+    return False
+
+
+def _ask_and_tell(search: SearchContext, objective: BoundedObjective, proposer: Strategy, trials: int) -> None:
+    """Run the trials of `_run_trials`.
+
     A resumed search proposes the same paths as before, whose scores are known. A path that another worker is scoring
-    counts as the worst score so far (constant liar) until its true score is known.
+    counts as the worst score so far (constant liar) until its true score is known; if that worker dies, this one scores
+    the path.
     """
     ledger, reported, idle = search.ledger, set[DraftPath](), 0
+    assumed: list[DraftPath] = []  # paths that others were scoring when they were proposed
     deadline, longest = search.budget.deadline("trials"), 0.0
-    search.watch.stage("searching", trials)
 
     def take(score: Score, *, known: bool) -> None:
         if score.path not in reported:
             search.watch.trial(Trial(len(reported), score, known))
             reported.add(score.path)
 
-    try:
-        proposer = strategy()
-        if ledger.scores:  # makes the best path the incumbent, with which later paths are compared
-            objective.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
-        while len(reported) < trials and idle < trials and (not reported or deadline.allows(longest)):
-            begun = deadline.clock()
-            ledger.refresh()
-            path, idle = proposer.ask(), idle + 1
-            if (known := ledger.scores.get(path)) is not None:
-                idle = idle if path in reported else 0
-                proposer.tell(path, known.tokens_per_second)
-                take(known, known=True)
-                continue
-            for other in [score for score in ledger.scores.values() if score.path not in reported]:
-                proposer.learn(other.path, other.tokens_per_second)
-                take(other, known=True)
-            if path in ledger.claimed():
-                proposer.tell(path, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
-            elif len(reported) < trials:
-                score = _scored(search, objective, path)
-                proposer.tell(path, -objective.excess(path) if score is None else score.tokens_per_second)
-                if score is not None:
-                    take(score, known=False)
-                    idle = 0
-                longest = max(longest, deadline.clock() - begun)
-        _score_uniform(search, objective)
-        ledger.claim(None)
-    except KeyboardInterrupt:
-        if not ledger.scores:
-            raise
-        return True
-    return False
+    if ledger.scores:  # makes the best path the incumbent, with which later paths are compared
+        objective.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
+    while len(reported) < trials and idle < trials and (not reported or deadline.allows(longest)):
+        begun = deadline.clock()
+        ledger.refresh()
+        dropped = _dropped(ledger, assumed)
+        path, idle = dropped or proposer.ask(), idle + 1
+        tell = proposer.tell if dropped is None else proposer.learn
+        if (known := ledger.scores.get(path)) is not None:
+            idle = idle if path in reported else 0
+            tell(path, known.tokens_per_second)
+            take(known, known=True)
+            continue
+        if (excess := objective.excess(path)) > 0:  # such paths are not scored
+            tell(path, -excess)
+            continue
+        for other in [score for score in ledger.scores.values() if score.path not in reported]:
+            proposer.learn(other.path, other.tokens_per_second)
+            take(other, known=True)
+        if path in ledger.claimed():
+            tell(path, min((s.tokens_per_second for s in ledger.scores.values()), default=0.0))
+            assumed.append(path)
+        elif len(reported) < trials and (score := _scored(search, objective, path)) is not None:
+            tell(path, score.tokens_per_second)
+            take(score, known=False)
+            idle, longest = 0, max(longest, deadline.clock() - begun)
+
+
+def _dropped(ledger: Ledger, assumed: Sequence[DraftPath]) -> DraftPath | None:
+    """Return the first of the paths that has no score, and which no worker is scoring any more; None: there is none."""
+    unscored = [path for path in assumed if path not in ledger.scores]
+    claimed = ledger.claimed() if unscored else set()
+    return next((path for path in unscored if path not in claimed), None)
 
 
 def _score_uniform(search: SearchContext, objective: BoundedObjective) -> None:

@@ -35,6 +35,12 @@ def test_every_table_is_that_of_its_file(tables):
     assert sorted(found[1] for found in tables.MARK.findall(page)) == [file.stem for file in FILES]
 
 
+def test_the_readmes_tables_are_those_of_the_files(tables):
+    page = tables.README.read_text(encoding="utf-8")
+    assert tables.filled_readme(page) == page
+    assert [found[1] for found in tables.ON_README.findall(page)] == ["first screen", "further settings"]
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_file_says_where_its_figures_are_from_and_holds_no_texts(file):
     found = json.loads(file.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,13 +126,16 @@ def files_in(folder: Path) -> list[Path]:
         raise SelfspecError(f"{folder}: cannot be read ({_reason(error)})") from None
 
 
-def check_writable(path: Path) -> None:
-    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind.
+def check_writable(path: Path, *, read: Iterable[str | Path | None] = ()) -> None:
+    """Raise `SelfspecError` if no file can be written at `path`, or if it is one of `read`; leave no file behind.
 
-    A symbolic link is refused: writing to it would replace either the link or another file, unseen.
+    `read`: the files that are read (None: no file). A symbolic link is refused: writing to it would replace either the
+    link or another file, unseen.
     """
     if os.path.islink(path):
         raise SelfspecError(f"{path} is a symbolic link; expected a file to write; name what it leads to, or delete it")
+    if path.resolve() in {Path(file).resolve() for file in read if file is not None}:
+        raise SelfspecError(f"{path}: is read, so it is not written over; expected another file to write")
     if kind(path) in ("folder", "other"):
         raise SelfspecError(
             f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; expected a file to write"
@@ -168,8 +171,8 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically (a temporary file, then a rename).
+def write_bytes(path: Path, *data: bytes | memoryview) -> None:
+    """Write `data`, one part after the other, to `path` atomically (a temporary file, then a rename).
 
     Raises `SelfspecError` if it cannot be written.
     """
@@ -177,7 +180,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.writelines(data)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)

@@ -165,7 +165,7 @@ def run_quantize(command: QuantizeCommand) -> int:
     from selfspec.search.quantizing import check_quantized_out, quantize
 
     model = model_for(command.model, profile_named(command.profile))
-    check_quantized_out(command.out)
+    check_quantized_out(command.out, read=[command.profile])
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()
     command.device_options.set_threads()
@@ -208,8 +208,9 @@ BATCH = 64  # texts encoded per call of the tokenizer
 def run_index(options: IndexCommand) -> None:
     """Validate the options, read the texts, and write the store. Raises `SelfspecError`."""
     begun = time.perf_counter()
+    quiet()
     model = model_for(options.model, None)
-    check_writable(options.out)
+    check_writable(options.out, read=options.texts)
     existing: list[tuple[int, ...]] = []
     vocabulary = read_identity(model).vocabulary or 0
     if options.add and kind(options.out) != "missing":

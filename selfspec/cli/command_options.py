@@ -127,7 +127,8 @@ class LimitOptions:
         ),
     ] = None
     queue: Annotated[
-        int, _limit(min=0, metavar="N", help="Maximum number of waiting requests; more get status 429.")
+        int,
+        _limit(min=0, metavar="N", help="Maximum number of waiting texts (n for each prompt); more get status 429."),
     ] = 64
     max_body: Annotated[
         int,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import Recommendation
     from selfspec.measure.model_copies import ModelCopies
+    from selfspec.text.prompt_files import Prompts
 
 PROMPTS = 24
 
@@ -37,12 +38,15 @@ def run(options: CompareCommand) -> int:
     name = model_for(options.model, named_profile)
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
-        check_writable(options.out)
+        check_writable(options.out, read=[options.profile if isinstance(options.profile, str) else None])
         options.data.check_not_written(options.out, f"--out {options.out}")
     identity = read_identity(name)
     if named_profile is not None:
         check_profile(named_profile, identity)
     named_methods = _named(options)
+    if options.out is not None:
+        check_writable(options.out, read=named_methods or ())
+    raw_prompts = options.data.read(held_out=True)
     options.device_options.set_threads()
 
     from selfspec.llm.prompt_encoding import check_chat
@@ -66,7 +70,7 @@ def run(options: CompareCommand) -> int:
     methods = named_methods or supported(applicable(profile, options.draft_model), subjects.plain, profile)
     for method in methods:
         check_supported(method, subjects.plain, profile)
-    task, metadata = _task(options, subjects, profile, methods)
+    task, metadata = _task(options, raw_prompts, subjects, profile, methods)
     bench, interrupted = run_benchmark(subjects, task, temperatures, {**metadata, "source": drafting.source})
     best = recommend(bench["temperatures"])
     bench["recommended"] = best.as_dict()
@@ -94,7 +98,11 @@ def _named(options: CompareCommand) -> list[str] | None:
 
 
 def _task(
-    options: CompareCommand, subjects: ModelCopies, profile: Profile, methods: list[str]
+    options: CompareCommand,
+    raw_prompts: Prompts | None,
+    subjects: ModelCopies,
+    profile: Profile,
+    methods: list[str],
 ) -> tuple[BenchTask, dict[str, Any]]:
     """Return what the benchmark is to run, and the fields of its results that describe the prompts.
 
@@ -103,7 +111,6 @@ def _task(
     from selfspec.measure.bench import BenchTask
     from selfspec.measure.comparing import by_turns
 
-    raw_prompts = options.data.read(held_out=True)
     encoded = options.data.encode_prompts(
         subjects.plain,
         raw_prompts,

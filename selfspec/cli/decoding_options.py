@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,15 @@ class DecodingRequest:
             _say("--controller has no effect: without a profile that drafts, nothing is drafted")
             return llm.drafter
         return llm.guarded_drafter(llm.profile.with_controller(self.controller))
+
+    def drafter_in_batches(self, llm: LLM) -> Callable[[Any], Drafter] | None:
+        """Return what makes a batch's drafter, with the controller of `--controller`; None if that is not given."""
+        if self.controller is None:
+            return None
+        if llm.profile is None or not llm.profile.drafts:
+            _say("--controller has no effect: without a profile that drafts, nothing is drafted")
+            return None
+        return partial(llm.guarded_drafter_on, llm.profile.with_controller(self.controller))
 
     def drafts_by(self, llm: LLM) -> str:
         """Return where the profile that `llm` drafts with comes from, and what it drafts with, in words."""

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from selfspec.llm.options import Options
     from selfspec.llm.request import Request
     from selfspec.llm.sampling_plan import Plan
+    from selfspec.speculation.drafter import Drafter
     from selfspec.text.prompt_template import Prompt
 
 SINGLE_PROMPT_OPTIONS = ("prompt", "compare", "color", "json")  # options for a single prompt
@@ -68,12 +69,14 @@ def run_many(command: GenerateCommand) -> int:
         jobs.append(_Job(index, text, prompt, _key(llm, command, how, request.schema, prompt or text), error))
     first = next((job for job in jobs if job.error is None), None)
     plans = {} if first is None else {first.index: llm.plan(first.prompt, how)}
+    if first is not None:
+        request.hint(llm, plans[first.index], how)
     done = _finished_indices(command.out, jobs)
     if done:
         message = f"{command.out}: {len(done)} of {len(jobs)} are done already"
         stderr().print(message, markup=False, soft_wrap=True)
     left = [job for job in jobs if job.index not in done]
-    return _decode(command, llm, how, left, plans) if left else 0
+    return _decode(command, llm, how, left, plans, request.drafter_in_batches(llm)) if left else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +155,15 @@ def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
     return indices
 
 
-def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Job], plans: Mapping[int, Plan]) -> int:
-    """Decode the jobs and write each result as it ends; return the exit code."""
+def _decode(
+    command: GenerateCommand,
+    llm: LLM,
+    how: Options,
+    jobs: Sequence[_Job],
+    plans: Mapping[int, Plan],
+    make: Callable[[Any], Drafter] | None,
+) -> int:
+    """Decode the jobs and write each result as it ends; return the exit code. `make`: as of `Batch`."""
     from selfspec.llm.batch import Batch
     from selfspec.llm.generate_many import check_memory, decode_many, longest
 
@@ -169,7 +179,7 @@ def _decode(command: GenerateCommand, llm: LLM, how: Options, jobs: Sequence[_Jo
         return 1
     rows, most = min(command.batch_size or 8, len(jobs)), longest(llm, [job.prompt for job in jobs], how)
     with (
-        Batch(llm, rows=rows, memory=command.memory, longest=most) as batch,
+        Batch(llm, rows=rows, memory=command.memory, longest=most, make=make) as batch,
         bar,
         command.out.open("a", encoding="utf-8") as out,
     ):

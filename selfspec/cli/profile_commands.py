@@ -68,7 +68,7 @@ def join(files: Sequence[str], out: Path) -> None:
     quiet()
     if len(files) < 2:
         raise SelfspecError(f"{files[0]}: one profile; expected two or more to join")
-    check_writable(out)
+    check_writable(out, read=files)
     first, *others = (checked_profile(file) for file in files)
     for file, profile in zip(files, (first, *others), strict=True):
         if difference := first.model.mismatch(profile.model):
@@ -206,7 +206,7 @@ def run(
         raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: expected more than 0, as a share of a plain step")
     if extra_memory is not None and not extra_memory >= 0:
         raise SelfspecError(f"--extra-memory {extra_memory:g}: expected 0 or more, as a share of the model's bytes")
-    check_writable(out)
+    check_writable(out, read=[study, storage])
     from selfspec.search.trial_tables import as_profile, best_within, memory_of, pareto
 
     ledger = open_study(study, storage)

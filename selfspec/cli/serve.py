@@ -144,7 +144,7 @@ def _settings(command: ServeCommand, name: str, address: str) -> Settings:
     limits = command.limits
     return Settings(
         names=(*(command.served_model_name or [name]), *_adapters(command.adapter or ())),
-        api_key=command.api_key,
+        api_key=None if command.api_key is None else command.api_key.strip(),
         cors_origins=tuple(command.cors_origin or ()),
         hosts=_hosts(command, address),
         rows=limits.rows,

@@ -45,14 +45,19 @@ class PartFile:
 
 
 def write_part(path: Path, part: PartFile) -> None:
-    """Write a part file atomically. Raises `SelfspecError` if the file cannot be written."""
+    """Write a part file atomically; of equal parts, equal bytes. Raises `SelfspecError` if it cannot be written."""
     header = {
         "format": _FORMAT,
         "kind": part.kind,
         "settings": json.dumps(dict(part.settings)),
         "model": part.model.model_dump_json(),
     }
-    write_bytes(path, save({name: tensor.contiguous() for name, tensor in part.tensors.items()}, header))
+    data = save({name: tensor.contiguous() for name, tensor in part.tensors.items()}, header)
+    size = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + size]) | {"__metadata__": header}  # which `save` writes in any order
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write_bytes(path, len(text).to_bytes(8, "little"), text, memoryview(data)[8 + size :])
 
 
 def read_part(path: Path) -> PartFile:

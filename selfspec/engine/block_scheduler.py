@@ -86,7 +86,7 @@ class ContiguousAllocator:
         free = [row for row in range(self.runtime.rows) if row not in self._taken]
         if not free:
             return False
-        self.runtime.reserve(len(seq.tokens) + seq.remaining + WIDEST_DRAFT)
+        self.runtime.reserve(len(seq.tokens) + seq.remaining - 1 + WIDEST_DRAFT)  # the last token needs no slot
         cache, prompt = self.runtime.cache, seq.tokens[:-1]
         shared = [cache.shared(row, prompt) if reuse else 0 for row in range(self.runtime.rows)]
         seq.row = max(free, key=lambda row: 2 * shared[row] - len(cache.known(row)))
@@ -155,7 +155,7 @@ class PagedAllocator:
         if free is None:
             return False
         known = self._blocks.cached_blocks(seq.tokens[:-1]) if reuse else []
-        needed = -(-(len(seq.tokens) + 1) // size) - len(known)
+        needed = -(-(len(seq.tokens) + (seq.remaining > 1)) // size) - len(known)
         if needed + len(self._rows) > self._blocks.num_free_except(known):
             return False
         seq.row, seq.num_cached = free, len(known) * size

@@ -50,7 +50,8 @@ class Engine:
     """Continuous batching of sequences on one runtime; a context manager that locks the runtime while entered.
 
     With `reuse` a joining sequence prefills only what follows its longest cached prefix. That prefix may come from a
-    sequence of this engine, or from an earlier engine with `reuse`. An engine without `reuse` clears the cache.
+    sequence of this engine, or from an earlier engine with `reuse`. An engine without `reuse` clears the cache. A
+    function `reuse` is called when the engine has locked the runtime.
 
     Each sequence has a separate cache row and emits the tokens that it would emit alone. If the cache is paged, the
     most recently admitted sequence is preempted when blocks run out. The preempted sequence is put into `preempted`,
@@ -59,10 +60,10 @@ class Engine:
     sequences.
     """
 
-    def __init__(self, runtime: Runtime, drafter: Drafter, *, reuse: bool = False) -> None:
+    def __init__(self, runtime: Runtime, drafter: Drafter, *, reuse: bool | Callable[[], bool] = False) -> None:
         self.runtime = runtime
         self.drafter = drafter
-        self.reuse = reuse
+        self.reuse, self._reuse = False, reuse
         self.memory = memory_of(runtime)
         self.preempted: list[SequenceState] = []  # preempted sequences, for the caller to collect
         self._checker = ModelChecker(runtime)
@@ -73,7 +74,11 @@ class Engine:
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        self._resources.enter_context(self.runtime.session(0, reuse=self.reuse))
+        def reuses() -> bool:
+            self.reuse = self._reuse() if callable(self._reuse) else self._reuse
+            return self.reuse
+
+        self._resources.enter_context(self.runtime.session(0, reuse=reuses))
         return self
 
     def __exit__(
@@ -135,6 +140,7 @@ class Engine:
         Once no token is left, the sequence takes rounds. Its first round emits the token that the logits of the last
         pass choose: it drafts nothing and runs no pass.
         """
+        self.runtime.turn_lock.note_progress()
         passes, cache, last = self._prefilling[seq], self.runtime.cache, len(seq.tokens) - 1
         start = cache.length[seq.row]
         end = last + 1 if max_tokens is None else min(start + max_tokens, last + 1)
@@ -226,7 +232,7 @@ def decode(
     *,
     rule: Rule | None = None,
     stop: Callable[[int], bool] | None = None,
-    reuse: bool = False,
+    reuse: bool | Callable[[], bool] = False,
     on_prefill: OnPrefill | None = None,
 ) -> Generator[Outcome]:
     """Decode one sequence, a round at a time; each yielded `Outcome` holds the tokens that the round emitted.

@@ -29,6 +29,7 @@ from selfspec.basics.files import write_text
 from selfspec.drafters import PlainDrafter, calibrate, make_guarded
 from selfspec.engine.engine import Engine
 from selfspec.integrations.columns import Columns
+from selfspec.llm.default_profile import check_extra_memory, resolve_profile
 from selfspec.llm.llm import LLM, wrap
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.sampling_plan import check_config
@@ -38,7 +39,7 @@ from selfspec.models.skeleton import decoder_part, identity_of
 from selfspec.models.stored_linear import StoredEmbedding
 from selfspec.profile.reading import profile_text
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import choose_profile, named_profile
+from selfspec.profile.shipped import named_profile
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.rules import check_rule, find_rule
@@ -58,7 +59,7 @@ def generate(*args, model, **kwargs):
 '''
 
 
-def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[str, str | None]) -> None:
+def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[str, str | float | None]) -> None:
     """Write `custom_generate/generate.py` and `custom_generate/requirements.txt` to `folder`.
 
     `profile`: the profile to decode with, or a name that `hf` accepts. `arguments`: further keyword arguments of `hf`;
@@ -101,6 +102,7 @@ def hf(
     rule: str | None = None,
     streamer: Any = None,
     layout: str | None = None,
+    extra_memory: float | None = None,
 ) -> CustomGenerate:
     """Return a decoding method for `model.generate(..., custom_generate=...)` that decodes speculatively.
 
@@ -110,14 +112,17 @@ def hf(
     several returned sequences. `transformers` does not pass the `tokenizer` to a custom method: to use `stop_strings`,
     call `hf(...).generate(model, ...)`, which takes the same arguments.
 
-    `profile` and `method`: as in `load`. `rule`: the verification rule of sampled texts, by name (None: `match`).
-    `streamer`: a streamer to use instead of the call's (None: the call's). `layout`: the weight layout to which the
-    model is converted, in place, at the first call (see `layout.apply_layout_`); `auto` is the choice of `load`, much
-    faster on a CPU; None keeps the weights unchanged. Reuse the returned object: it caches the prepared model.
+    `profile`, `method` and `extra_memory`: as in `load`. `rule`: the verification rule of sampled texts, by name
+    (None: `match`). `streamer`: a streamer to use instead of the call's (None: the call's). `layout`: the weight layout
+    to which the model is converted, in place, at the first call (see `layout.apply_layout_`); `auto` is the choice of
+    `load`, much faster on a CPU; None keeps the weights unchanged. Reuse the returned object: it caches the prepared
+    model.
 
     Raises `SelfspecError` for an unknown profile, rule or layout. A call raises it for unsupported arguments.
     """
-    return CustomGenerate(named_profile(profile), method=method, rule=rule, streamer=streamer, layout=layout)
+    return CustomGenerate(
+        named_profile(profile), method=method, rule=rule, streamer=streamer, layout=layout, extra_memory=extra_memory
+    )
 
 
 class CustomGenerate:
@@ -131,12 +136,14 @@ class CustomGenerate:
         rule: str | None = None,
         streamer: Any = None,
         layout: str | None = None,
+        extra_memory: float | None = None,
     ) -> None:
+        check_extra_memory(extra_memory)
         if rule is not None:
             check_rule(rule)
         if layout is not None:
             check_layout(layout)
-        self.layout = layout
+        self.layout, self.extra_memory = layout, extra_memory
         self.profile, self.method, self.rule, self.streamer = profile, method, rule, streamer
         self._llm: LLM | None = None
         self._weights: object = None
@@ -227,14 +234,15 @@ class CustomGenerate:
         written into the file. Raises `SelfspecError` for a profile that needs other files, such as trained parts, and
         if the folder cannot be written.
         """
-        write_repository(Path(folder), self.profile, {"method": self.method, "rule": self.rule, "layout": self.layout})
+        named = ("method", "rule", "layout", "extra_memory")
+        write_repository(Path(folder), self.profile, {name: getattr(self, name) for name in named})
 
     def _prepared(self, model: Any) -> LLM:
         """Return the model wrapped as an `LLM`; cached until the model is moved, cast or reloaded."""
         if self._llm is None or self._weights != _where(model):
             check_unsharded(model, "selfspec.hf")
             self._lay_out(model)
-            self._llm = wrap(model, None, profile=self.profile, method=self.method)
+            self._llm = wrap(model, None, profile=self.profile, method=self.method, extra_memory=self.extra_memory)
             self._weights, self._several = _where(model), None
         return self._llm
 
@@ -242,7 +250,9 @@ class CustomGenerate:
         """Convert the model's weights, in place, to `self.layout`; do nothing if that is None."""
         if self.layout is None:
             return
-        chosen = choose_profile(identity_of(model), self.profile, self.method)
+        chosen, _ = resolve_profile(
+            self.profile, model, identity_of(model), method=self.method, extra_memory=self.extra_memory
+        )
         drafts = [] if chosen is None or not chosen.drafts else chosen.alternatives
         quantized_drafts = any(alternative.path.low_precision for alternative in drafts)
         apply_layout_(model, self.layout, drafting=bool(drafts), quantized_drafts=quantized_drafts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from itertools import count
 
 from selfspec.models.adapters import Adapters
 from selfspec.speculation.drafts import Outcome
@@ -19,25 +20,34 @@ class AdapterSwitcher:
         self._cached_adapter = adapters.own  # the adapter that made the cached keys
 
     def rounds(
-        self, name: str | None, decoding: Callable[[bool], Generator[Outcome]], *, reuse: bool
+        self, name: str | None, decoding: Callable[[Callable[[], bool]], Generator[Outcome]], *, reuse: bool
     ) -> Generator[Outcome]:
-        """Yield the rounds of `decoding(reuse)`, run with the adapter `name` (None: the default adapter).
+        """Yield the rounds of `decoding`, run with the adapter `name` (None: the default adapter).
 
-        `decoding` gets `reuse` as False if the cached keys belong to another adapter. Raises `SelfspecError` for an
-        unknown adapter.
+        `decoding` gets a function to call when its turn has come: it activates the adapter, and returns whether the
+        cached keys may be reused, which is `reuse`, but False if they belong to another adapter. Raises `SelfspecError`
+        for an unknown adapter.
         """
         return self._rounds(self.adapters.named(name), decoding, reuse)
 
-    def _rounds(self, name: str, decoding: Callable[[bool], Generator[Outcome]], reuse: bool) -> Generator[Outcome]:
-        rounds = decoding(reuse and self._cached_adapter == name)
+    def _rounds(
+        self, name: str, decoding: Callable[[Callable[[], bool]], Generator[Outcome]], reuse: bool
+    ) -> Generator[Outcome]:
+        def begin() -> bool:
+            kept = reuse and self._cached_adapter == name
+            self.adapters.use(name)
+            self._cached_adapter = name
+            return kept
+
+        rounds = decoding(begin)
         try:
-            while True:
-                self.adapters.use(name)  # other streams may have run rounds meanwhile
+            for number in count():
+                if number:  # a batch may have run rounds meanwhile
+                    self.adapters.use(name)
                 try:
                     outcome = next(rounds)
                 except StopIteration:
                     return
-                self._cached_adapter = name
                 yield outcome
         finally:
             rounds.close()

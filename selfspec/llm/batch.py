@@ -214,19 +214,30 @@ class Batch:
 
     def step(self) -> list[Request]:
         """Admit requests, prefill one chunk and run one round; return the requests that progressed or failed."""
-        self._admit()
+        refused = self._admit()
         self.llm.adapters.use(self._adapter)  # other users of the model may have switched it
         read = self._prefill()
-        return [*read, *self._round()]
+        return [*refused, *read, *self._round()]
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Request]:
+        """Admit the requests at the head of the queue that fit; return those for which no cache can be allocated."""
+        refused = []
         if self._waiting and not self._requests and self._waiting[0].adapter != self._adapter:
             self._turn(self._waiting[0].adapter)
-        while self._waiting and self._waiting[0].adapter == self._adapter and self._engine.admit(self._waiting[0].seq):
-            request = self._waiting.popleft()
+        while self._waiting and self._waiting[0].adapter == self._adapter:
+            request = self._waiting[0]
+            try:
+                if not self._engine.admit(request.seq):
+                    break
+            except SelfspecError as error:
+                self._waiting.popleft().end(error)
+                refused.append(request)
+                continue
+            self._waiting.popleft()
             self._requests[request.seq] = request
             self.counters.reused += request.seq.num_cached
             request.mark_admitted()
+        return refused
 
     def _turn(self, adapter: str) -> None:
         """Switch to another adapter while no request runs; clear the KV cache, whose keys are of the old adapter."""
@@ -245,7 +256,7 @@ class Batch:
             return []
         seq = self._engine.prefilling[0]
         try:
-            while self._engine.prefill(seq, self._chunk()):
+            while self._engine.prefill(seq, None if self._runtime.stateful else self._chunk()):
                 if self._engine.running:
                     break
         except Exception as error:
@@ -281,10 +292,11 @@ class Batch:
             return self._retry_alone(error)
 
     def _stepped(self) -> list[tuple[SequenceState, Outcome]]:
-        outcomes = self._engine.step()
-        self._requeue(self._engine.preempted)
-        self._engine.preempted = []
-        return outcomes
+        try:
+            return self._engine.step()
+        finally:
+            self._requeue(self._engine.preempted)
+            self._engine.preempted = []
 
     def _record(
         self,
@@ -302,11 +314,14 @@ class Batch:
                 accepted = 0 if GUIDE in outcome.draft.sources else outcome.accepted  # nobody looked these up
                 scheduler.record_draft(drafted, accepted, len(outcome.tokens), nodes=len(outcome.draft))
             request = self._requests[seq]
-            request.record_round(outcome)
             requests.append(request)
-            if not seq.remaining:
-                del self._requests[seq]
-                request.end()
+            try:
+                request.record_round(outcome)
+                if not seq.remaining:
+                    request.end()
+                    del self._requests[seq]
+            except Exception as error:
+                self._failed(seq, error)
         return requests
 
     def _requeue(self, seqs: Sequence[SequenceState]) -> None:

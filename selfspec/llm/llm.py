@@ -31,7 +31,7 @@ from selfspec.models.loading import DeviceMap, load_model
 from selfspec.models.skeleton import identity_of
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import check_profile, choose_profile, named_profile, with_lookup_files
+from selfspec.profile.shipped import check_profile, named_profile, with_lookup_files
 from selfspec.proposers.history import check_answers
 from selfspec.proposers.store import Store
 from selfspec.runtime import open_runtime
@@ -97,7 +97,7 @@ class LLM:
         self.layout: str | None = None  # the weight layout that `load` applied; None after `wrap`
         self.plain_layout: str | None = None  # the weight layout that is fastest without drafts; None after `wrap`
         self.profile: Profile | None = None
-        self.has_default_profile = False  # whether `load` found no profile for the weights
+        self.has_default_profile = False  # whether `load` or `wrap` found no profile for the weights
         self.drafter: Drafter = PlainDrafter()
         if profile is not None:
             self._use(profile)
@@ -172,6 +172,10 @@ class LLM:
         Raises `SelfspecError` if the profile does not fit the model.
         """
         return make_guarded(self.runtime, profile, local_payoff)
+
+    def guarded_drafter_on(self, profile: Profile, runtime: Runtime) -> Drafter:
+        """Return the profile's guarded drafter on another runtime of the model, such as a batch's."""
+        return make_guarded(runtime, profile)
 
     def drafter_for(self, profile: Profile) -> Drafter:
         """Return the drafter that a profile describes, without a guard.
@@ -349,7 +353,7 @@ class LLM:
         )
         stop = with_deadline(text.push, planned.config.max_time)
         decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, on_prefill=on_prefill)
-        rounds = self._adapter_switcher.rounds(options.adapter, lambda reuse: decoding(reuse=reuse), reuse=reuse)
+        rounds = self._adapter_switcher.rounds(options.adapter, lambda begin: decoding(reuse=begin), reuse=reuse)
         guided = options.guide is not None
         return Stream(
             rounds,
@@ -442,7 +446,7 @@ def load(
     loaded = load_adapters(loaded, adapters) if adapters else loaded
     identity = identity_of(loaded).model_copy(update={"name": model})
     chosen, default = resolve_profile(named, loaded, identity, method=method, extra_memory=extra_memory)
-    budget = extra_memory * weight_bytes(loaded) if default and extra_memory is not None else None
+    bound = extra_memory * weight_bytes(loaded) if default and extra_memory is not None else None
     drafting = (chosen is not None and chosen.drafts) if drafting is None else drafting
     low = chosen is not None and any(alternative.path.low_precision for alternative in chosen.alternatives)
     if hold and held_dtypes(loaded) is not None:
@@ -453,8 +457,7 @@ def load(
         layout = apply_layout_(loaded, layout, drafting=drafting, quantized_drafts=quantized)
     llm = LLM(loaded, tokenizer, name=model, profile=with_lookup_files(chosen, identity, store, answers))
     llm.layout, llm.plain_layout, llm.has_default_profile = layout, plain, default
-    if budget is not None and llm.profile is not None:
-        llm.runtime.max_copy_bytes = budget - llm.runtime.extra_bytes(llm.profile.path)
+    _bound_copies(llm, bound)
     draft = "none" if llm.profile is None else llm.profile.draft.summary
     _log.info("%s: layout %s, dtype %s, drafts: %s", llm.name, layout, llm.runtime.dtype, draft)
     return llm
@@ -470,18 +473,27 @@ def wrap(
     store: str | Path | None = None,
     answers: str | Path | None = None,
     method: str | None = None,
+    extra_memory: float | None = None,
 ) -> LLM:
     """Wrap a model that `transformers` has loaded; the model is not changed, and can still be used as before.
 
     Attach adapters, and hooks on leaf modules, before wrapping; wrap again after moving, casting or replacing
-    weights. `profile`, `store`, `answers` and `method` are as in `load`. `name`: the model's name in profiles; by
-    default the name in the model's config. Raises `SelfspecError` if the model is not supported, or if the profile or a
-    file does not fit it.
+    weights. `profile`, `store`, `answers`, `method` and `extra_memory` are as in `load`. `name`: the model's name in
+    profiles; by default the name in the model's config. Raises `SelfspecError` if the model is not supported, or if the
+    profile or a file does not fit it.
     """
     named = named_profile(profile)
+    check_extra_memory(extra_memory)
     llm = LLM(model, tokenizer, name=name)
-    if (
-        chosen := with_lookup_files(choose_profile(llm.identity, named, method), llm.identity, store, answers)
-    ) is not None:
+    chosen, default = resolve_profile(named, model, llm.identity, method=method, extra_memory=extra_memory)
+    if (chosen := with_lookup_files(chosen, llm.identity, store, answers)) is not None:
         llm._use(chosen)
+    llm.has_default_profile = default
+    _bound_copies(llm, extra_memory * weight_bytes(model) if default and extra_memory is not None else None)
     return llm
+
+
+def _bound_copies(llm: LLM, bound: float | None) -> None:
+    """Limit the draft weights and the int8 copies of keys and values together to `bound` bytes; None: no limit."""
+    if bound is not None and llm.profile is not None:
+        llm.runtime.max_copy_bytes = bound - llm.runtime.extra_bytes(llm.profile.path)

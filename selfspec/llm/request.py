@@ -143,7 +143,11 @@ class Request:
 
     def end(self, error: SelfspecError | None = None) -> None:
         """Finish the request, with an error if it failed."""
-        self._text.finish()
+        try:
+            self._text.finish()
+        except Exception:
+            if error is None:  # else the text stays as far as it could be decoded
+                raise
         self.error, self.done = error, True
 
 

@@ -18,8 +18,9 @@ class SelfspecLM(HFLM):  # type: ignore[misc]
     """lm-evaluation-harness's `hf` model with speculative decoding in `generate_until`; its scores are unchanged.
 
     `pretrained` may also be `builtin`, `smollm2-135m` or a GGUF file, loaded as by `selfspec.load`. `profile`,
-    `method`, `rule` and `layout`: as in `selfspec.hf`. Raises `SelfspecError` as `selfspec.hf` does, and for a
-    `tokenizer` passed with `builtin`, `smollm2-135m` or a GGUF file, because these models include a tokenizer.
+    `method`, `rule`, `layout` and `extra_memory`: as in `selfspec.hf`. Raises `SelfspecError` as `selfspec.hf` does,
+    and for a `tokenizer` passed with `builtin`, `smollm2-135m` or a GGUF file, because these models include a
+    tokenizer.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class SelfspecLM(HFLM):  # type: ignore[misc]
         method: str | None = None,
         rule: str | None = None,
         layout: str | None = None,
+        extra_memory: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self._drafted = hf(profile, method=method, rule=rule, layout=layout)
+        self._drafted = hf(profile, method=method, rule=rule, layout=layout, extra_memory=extra_memory)
         if isinstance(pretrained, str) and (pretrained == NAME or gguf_file(pretrained) is not None):
             if kwargs.get("tokenizer") is not None:
                 raise SelfspecError(f"tokenizer: given for model {pretrained}, which includes one; expected none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -97,16 +97,18 @@ class Runtime(ABC):
         return other
 
     @contextmanager
-    def session(self, slots: int, *, reuse: bool = False) -> Iterator[None]:
+    def session(self, slots: int, *, reuse: bool | Callable[[], bool] = False) -> Iterator[None]:
         """Lock the runtime for one caller, which needs `slots` cache slots per row.
 
         Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
 
-        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead.
+        The cache rows are cleared first. With `reuse`, the slots that the last session committed are kept instead; a
+        function is called to say so, once the runtime is locked.
         """
         self.turn_lock.acquire()
         try:
-            for row in range(0 if reuse else self.rows):
+            kept = reuse() if callable(reuse) else reuse
+            for row in range(0 if kept else self.rows):
                 self.cache.clear(row)
             self.reserve(slots)
             self._begin()

@@ -304,6 +304,7 @@ class Cache(CacheRows):
         slot_index = torch.tensor(slots)
         for t in (t for pair in self._buffers for t in pair):  # all layers of a device at once
             t[:, row].narrow(2, start, len(slots)).copy_(t[:, source].index_select(2, slot_index.to(t.device)))
+        self._settle_positions(row, start, start + len(slots))
 
     def rearrange(self, rows: slice, to: Tensor, slots: Tensor) -> None:
         """Copy the keys and values of all layers in `slots` `[B, n]` of the B cache `rows` to slots `to` `[B, n]`.

@@ -211,7 +211,7 @@ class LeanRuntime(Runtime):
             return
         end = start + WARM_ROWS
         graphs = self._graphs if self.rows == 1 and not self._has_hooks and self._rounds is None else None
-        if graphs is None or end > self.cache.slots or not graphs.first_use(path, end):
+        if graphs is None or end > min(self.cache.slots, self.skeleton.context) or not graphs.first_use(path, end):
             return
         for compiled, widths in ((self._full, range(1, WARM_ROWS + 1)), (path, (1,))):
             for n in widths:

@@ -41,15 +41,19 @@ class TurnLock:
                     "this model is still generating; exhaust or close() the first stream, or load a second model"
                 )
             self._queue.append(thread)
-            while self._queue[0] != thread:
-                left = self.timeout - (time.monotonic() - self._progress)
-                if left <= 0:
-                    self._queue.remove(thread)
-                    raise BusyError(
-                        f"another thread's generation has made no progress for {self.timeout:g} seconds; exhaust or "
-                        "close() its stream, or load a second model"
-                    )
-                self._changed.wait(left)
+            try:
+                while self._queue[0] != thread:
+                    left = self.timeout - (time.monotonic() - self._progress)
+                    if left <= 0:
+                        raise BusyError(
+                            f"another thread's generation has made no progress for {self.timeout:g} seconds; exhaust "
+                            "or close() its stream, or load a second model"
+                        )
+                    self._changed.wait(left)
+            except BaseException:  # an interrupt, too
+                self._queue.remove(thread)
+                self._changed.notify_all()
+                raise
             self.note_progress()
 
     def release(self) -> None:

@@ -89,10 +89,10 @@ class _PoolCollector:
         yield GaugeMetricFamily("selfspec_running", "texts that are being decoded", pool.running)
         yield GaugeMetricFamily("selfspec_waiting", "texts that wait for a cache row", pool.waiting)
         yield GaugeMetricFamily(
-            "selfspec_places", "slots of the KV cache", sum(replica.num_slots for replica in pool.replicas)
+            "selfspec_kv_slots", "slots of the KV cache", sum(replica.num_slots for replica in pool.replicas)
         )
         yield GaugeMetricFamily(
-            "selfspec_places_free", "free slots of the KV cache", sum(replica.free for replica in pool.replicas)
+            "selfspec_kv_slots_free", "free slots of the KV cache", sum(replica.free for replica in pool.replicas)
         )
 
 

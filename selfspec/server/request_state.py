@@ -153,6 +153,12 @@ class Call:
         return sum(getattr(update, name) for update in self.latest)
 
     @property
+    def num_cached(self) -> int:
+        """The prompt tokens that the first text of each prompt found in the KV cache."""
+        firsts = {id(job.text.prompt): job.index for job in reversed(self.jobs)}
+        return sum(self.latest[index].num_cached for index in firsts.values())
+
+    @property
     def finishes(self) -> list[Any]:
         """The reason why each text ended; None for a text that has not."""
         return [update.finish or update.end_reason or (update.error and EndReason.FAILED) for update in self.latest]

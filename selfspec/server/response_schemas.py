@@ -128,14 +128,14 @@ def finish_reason(update: TextUpdate) -> str | None:
 def usage(call: Call) -> dict[str, Any]:
     """Return the `usage` object of a call: tokens of each prompt, counted once, and new tokens of all texts.
 
-    `cached_tokens`: prompt tokens that were found in the KV cache.
+    `cached_tokens`: prompt tokens that were in the KV cache before the request.
     """
     prompt, new = call.parsed.prompt_tokens, call.total("tokens")
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": min(prompt, call.total("num_cached"))},
+        "prompt_tokens_details": {"cached_tokens": min(prompt, call.num_cached)},
     }
 
 

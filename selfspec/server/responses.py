@@ -35,10 +35,17 @@ _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 LAST = 5  # seconds for responses to reach their clients once their texts have ended
 GONE = ApiError(499, "the client went away")
 TIMED_OUT = ApiError(504, "the request timed out before its first token", code="timeout")
+
+
+def ending() -> ApiError:
+    """Return the error of a request that comes, or is not answered, when the server ends."""
+    return ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+
+
 _CUT = {
     EndReason.GONE: GONE,
     EndReason.TIME: TIMED_OUT,
-    EndReason.SHUTDOWN: ApiError(503, "the server is ending", headers={"Retry-After": "10"}),
+    EndReason.SHUTDOWN: ending(),
 }
 
 

@@ -84,6 +84,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Exit once a shutdown has begun and no request runs; uvicorn calls this method ten times a second."""
         if self._end is not None and (self._service.idle or time.monotonic() >= self._end):
+            self._service.ended = True
             self._service.pool.cancel_all(EndReason.SHUTDOWN)
             self.should_exit = True
         return await super().on_tick(counter)

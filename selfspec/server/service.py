@@ -21,7 +21,7 @@ from selfspec.server.request_parser import ParsedRequest, RequestParser
 from selfspec.server.request_schemas import ApiError, BaseRequest, ChatBody, CompletionBody, read_body
 from selfspec.server.request_state import Call
 from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
-from selfspec.server.responses import GONE, TIMED_OUT, Answer, when_gone
+from selfspec.server.responses import GONE, TIMED_OUT, Answer, ending, when_gone
 from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class Service:
         longest = min(replica.max_seq_len for replica in pool.replicas)
         self.reader = RequestParser(llm, settings, longest=longest)
         self.metrics = Metrics(pool)
-        self.draining = False
+        self.draining = self.ended = False  # whether a shutdown has begun, and whether its time is over
+        self._parsing = 0  # requests that are being parsed
         self._log = log
         self._spell, self._special = token_bytes_of(llm.tokenizer), frozenset(llm.tokenizer.all_special_ids)
         self._bodies = BodyBudget(_BODIES * settings.max_body)
@@ -123,8 +124,8 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        """Whether no text is running or waiting."""
-        return not (self.pool.running or self.pool.waiting)
+        """Whether no text is running or waiting, and no request is being parsed."""
+        return not (self.pool.running or self.pool.waiting or self._parsing)
 
     def log(self, entry: dict[str, Any]) -> None:
         """Count a request in the metrics and write its log line."""
@@ -147,13 +148,18 @@ class Service:
         with self._bodies.reserve() as take:
             raw = await read_raw(request, most=settings.max_body, seconds=settings.reading, take=take)
             if self.draining:
-                raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+                raise ending()
             body = read_body(kind, raw)
             self.reader.check_model(body.model)
             self.pool.check_room(body.num_texts, retry_after=retry_after)
-            parsed = await self._parsed(request, body, read)
-        call = Call(parsed)
-        self.pool.submit(call, retry_after=retry_after)
+            self._parsing += 1
+            try:
+                parsed = await self._parsed(request, body, read)
+                if self.ended:
+                    raise ending()
+                self.pool.submit(call := Call(parsed), retry_after=retry_after)
+            finally:
+                self._parsing -= 1
         return Answer(
             call,
             self.pool,

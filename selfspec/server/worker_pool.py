@@ -29,21 +29,22 @@ _LOGGER = logging.getLogger("selfspec.server")
 class Replica:
     """A worker that decodes one batch on one thread; other threads only read its state.
 
-    `device`: the model's device. `jobs`: texts that have a cache row, or are about to get a row. `free` and
+    `device`: the model's device. `takes_plans`: whether a text's plan, made on the first replica's device, is used.
+    `jobs`: texts that have a cache row, or are about to get a row. `free` and
     `num_slots`: the free and all slots of the batch's KV cache, after the last step.
     """
 
     def __init__(self, batch: Batch, device: str = "cpu") -> None:
         self.batch = batch
-        self._device = device
+        self.device, self.takes_plans = device, True
         self.jobs: list[TextJob] = []
         self.free, self.num_slots, self.max_seq_len = batch.free, batch.num_slots, batch.max_seq_len
 
     def __enter__(self) -> Replica:
-        if self._device.startswith("cuda"):
+        if self.device.startswith("cuda"):
             import torch
 
-            torch.cuda.set_device(torch.device(self._device))  # each thread has its own current device
+            torch.cuda.set_device(torch.device(self.device))  # each thread has its own current device
         self.batch.__enter__()
         return self
 
@@ -91,7 +92,10 @@ class Replica:
                 self._leave(job, update)
                 return
             job.request = self.batch.add(
-                list(job.text.prompt), job.text.options, planned=job.text.planned, top=parsed.top
+                list(job.text.prompt),
+                job.text.options,
+                planned=job.text.planned if self.takes_plans else None,
+                top=parsed.top,
             )
         except SelfspecError as error:
             self._leave(job, TextUpdate(job.index, ended=True, error=wrong(str(error))))
@@ -187,6 +191,8 @@ class WorkerPool:
         self._queue, self._rows = queue, rows
         self._closing = False
         self.replicas = list(replicas)
+        for replica in self.replicas:
+            replica.takes_plans = replica.device == self.replicas[0].device
         self._cancels: dict[Replica, list[tuple[TextJob, EndReason]]] = {replica: [] for replica in self.replicas}
         self._ready: list[Future[None]] = [Future() for _ in self.replicas]
         self._threads = [

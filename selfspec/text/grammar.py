@@ -46,12 +46,18 @@ def check_grammar(*, regex: str | None, json_schema: Any) -> CheckedGrammar:
 
     Raises `ValueError`, `TypeError` or `RecursionError` for a schema that is not JSON.
     """
-    return _checked_apart(json.dumps({"regex": regex, "json_schema": json_schema}))
+    try:
+        return _checked_apart(json.dumps({"regex": regex, "json_schema": json_schema}))
+    except ChildProcessError as error:  # not kept: the next check may succeed
+        return CheckedGrammar(problem=f"the process that checks it failed: {error}")
 
 
 @lru_cache(maxsize=64)
 def _checked_apart(request: str) -> CheckedGrammar:
-    """Check the grammar of a request in a child process; the results of the last ones are kept."""
+    """Check the grammar of a request in a child process; the results of the last ones are kept.
+
+    Raises `ChildProcessError` if the process cannot do it, whatever the grammar is.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
@@ -66,7 +72,7 @@ def _checked_apart(request: str) -> CheckedGrammar:
     except (subprocess.SubprocessError, OSError) as error:
         ended = isinstance(error, subprocess.TimeoutExpired) or getattr(error, "returncode", 0) < 0  # by a signal
         if not ended:
-            return CheckedGrammar(problem=f"the process that checks it failed: {error}")
+            raise ChildProcessError(str(error)) from None
         return CheckedGrammar(problem=_TOO_COMPLEX)
     return CheckedGrammar(**json.loads(done.stdout))
 

@@ -8,6 +8,7 @@ like dates to dates and accepts `["a"]` as a row, and whose JSON and text reader
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -184,7 +185,8 @@ def _prompt(row: Any, shape: PromptTemplate, *, where: str) -> Prompt:
         if isinstance(row, dict) and row and not set(shape.names) & set(row):
             hint = f" (there are: {one_line(', '.join(row))[:200]}); name another column"
         raise SelfspecError(f"{where}: expected an object whose {shape}{hint}")
-    return check_unicode(prompt, where) if isinstance(prompt, str) else prompt
+    check_unicode(prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False), where)
+    return prompt
 
 
 def _task(row: dict[str, Any]) -> str | None:

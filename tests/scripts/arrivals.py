@@ -124,7 +124,7 @@ async def measured(given: argparse.Namespace) -> dict[str, object]:
             rows.append(row)
         health = (await client.get("/health")).json()
         figures = (await client.get("/metrics")).text
-    left = [line for line in figures.splitlines() if line.startswith(("selfspec_places", "selfspec_running"))]
+    left = [line for line in figures.splitlines() if line.startswith(("selfspec_kv_slots", "selfspec_running"))]
     print(health, left)
     return {
         "capacity": capacity,

@@ -225,7 +225,7 @@ def gauges(url: str) -> dict[str, float]:
     metrics = httpx2.get(f"{url}/metrics", timeout=60).text
     return {
         name: float(value)
-        for name, value in re.findall(r"^selfspec_(running|waiting|places_free) (\S+)", metrics, re.M)
+        for name, value in re.findall(r"^selfspec_(running|waiting|kv_slots_free) (\S+)", metrics, re.M)
     }
 
 
@@ -248,7 +248,7 @@ def soak(minutes: float, log: Path) -> dict[str, Any]:
         assert found, log.read_text()
         traffic = Soak(found[1])
         idle = gauges(traffic.url)
-        assert idle["running"] == idle["waiting"] == 0 < idle["places_free"], idle
+        assert idle["running"] == idle["waiting"] == 0 < idle["kv_slots_free"], idle
         clients = [threading.Thread(target=traffic.client, args=(number,), daemon=True) for number in range(CLIENTS)]
         for thread in clients:
             thread.start()

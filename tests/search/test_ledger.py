@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -238,3 +240,18 @@ def test_in_memory_nothing_is_written(tmp_path, monkeypatch):
     assert ledger.scores
     assert ledger.claim_finish()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_claim_of_a_process_that_has_ended_lapses_at_once(path, monkeypatch):
+    a, b = (Ledger(path, settings=SETTINGS) for _ in range(2))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("selfspec.search.ledger.os.getpid", lambda: ended.pid)
+        a.claim(score(1).path)
+    assert b.claimed() == set()
+    with monkeypatch.context() as patch:  # another machine's processes are not this one's
+        patch.setattr("selfspec.search.ledger.os.getpid", lambda: ended.pid)
+        patch.setattr("selfspec.search.ledger.socket.gethostname", lambda: "elsewhere")
+        a.claim(score(1).path)
+    assert b.claimed() == {score(1).path}

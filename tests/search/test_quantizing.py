@@ -195,6 +195,30 @@ def test_a_study_remembers_its_weights(llm, clockless, tmp_path):
     assert search(llm, storage=old, trials=3).parts == {}
 
 
+def test_a_study_goes_on_with_the_weights_that_its_paths_were_scored_with(llm, clockless, tmp_path, monkeypatch):
+    storage, made = tmp_path / "trials.jsonl", quantizing._write
+    with monkeypatch.context() as patch:  # too little time for GPTQ
+        patch.setattr(
+            quantizing,
+            "_write",
+            lambda llm, file, texts, settings, *rest: (
+                settings["method"] != "gptq" and made(llm, file, texts, settings, *rest)
+            ),
+        )
+        search(llm, storage=storage)
+    first = Ledger(storage, None).int4
+    assert read_part(quantizing.parts_folder() / first.file).settings["method"] == "weighted"
+    resumed = search(llm, storage=storage, trials=3)
+    assert resumed.parts["int4"] == first
+    (quantizing.parts_folder() / first.file).unlink()  # they are made again
+    assert search(llm, storage=storage, trials=4).parts["int4"] == first
+    storage.write_text(storage.read_text().replace(first.file, "int4-000000000000.safetensors"))
+    with pytest.raises(
+        SelfspecError, match="scored with the int4 weights int4-000000000000.safetensors, which the cache"
+    ):
+        search(llm, storage=storage, trials=5)
+
+
 def test_a_path_without_int4_has_no_weights_in_its_profile(llm, clockless):
     profile = search(llm)
     base = profile.model_copy(update={"draft": selfspec.Profile(model=llm.identity).draft})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import selfspec.search
 import torch
@@ -9,6 +11,8 @@ from models import tiny
 from selfspec.search import Prompts, callbacks, finalists, find_profile, objective, prepare, quantizing, study
 from selfspec.search.continuations import choose, record
 from selfspec.search.forecast import FINALISTS
+from selfspec.search.ledger import Ledger
+from selfspec.search.space_filter import BoundedObjective
 from studies import measured_as
 from transformers import BloomConfig
 
@@ -395,3 +399,44 @@ def test_the_package_knows_its_names():
     assert selfspec.search.find_profile is study.find_profile
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = selfspec.search.nothing
+
+
+@pytest.mark.parametrize("options", [{}, {"max_draft_cost": 0.55}], ids=["unbounded", "bounded"])
+@pytest.mark.parametrize("at", [2, 5])
+def test_an_interrupt_within_a_trial_loses_no_path(llm, clockless, monkeypatch, tmp_path, options, at):
+    """The search that resumes has the trials of one that was never interrupted, paths over a bound among them."""
+    whole, resumed, journal = Watched(), Watched(), tmp_path / "trials.jsonl"
+    options = {"trials": 8, "keep_best": True, **options}
+    search(llm, watch=whole, **options)
+    score, calls = BoundedObjective.score, itertools.count()
+
+    def interrupted(self, path):
+        if self.excess(path) <= 0 and next(calls) == at:
+            raise KeyboardInterrupt
+        return score(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundedObjective, "score", interrupted)
+        assert search(llm, storage=journal, **options).search.interrupted
+    search(llm, watch=resumed, storage=journal, **options)
+    assert [trial.known for trial in resumed.trials] == [True] * at + [False] * (8 - at)
+    assert resumed.skips == whole.skips
+
+
+def test_a_path_that_another_worker_drops_is_scored(llm, clockless, monkeypatch, tmp_path):
+    whole, watch, journal = Watched(), Watched(), tmp_path / "trials.jsonl"
+    search(llm, watch=whole, trials=8)
+    dropped, claimed = whole.trials[3].score.path, Ledger.claimed
+    monkeypatch.setattr(Ledger, "claimed", lambda ledger: {dropped} if len(ledger.scores) < 5 else claimed(ledger))
+    search(llm, watch=watch, storage=journal, trials=8)
+    paths = [trial.score.path for trial in watch.trials]
+    assert paths[:3] == [trial.score.path for trial in whole.trials[:3]]
+    assert paths.count(dropped) == 1
+
+
+def test_a_study_is_of_one_kind_of_device(llm, clockless, tmp_path, monkeypatch):
+    journal = tmp_path / "trials.jsonl"
+    search(llm, trials=1, storage=journal)
+    journal.write_text(journal.read_text().replace('"device":"cpu"', '"device":"cuda"'))
+    with pytest.raises(SelfspecError, match="device"):
+        search(llm, trials=1, storage=journal)

@@ -1,9 +1,10 @@
-"""The tables of docs/results.md, from the JSON files of docs/results.
+"""The tables of docs/results.md, and those of the README, from the JSON files of docs/results.
 
     python tests/scripts/results/tables.py            # writes them; a test fails where they differ
 
 A table stands between `<!-- results: COMPARISON.MACHINE -->` and `<!-- end -->`, and that of all losses between
-`<!-- where it loses -->` and `<!-- end -->`.
+`<!-- where it loses -->` and `<!-- end -->`. The README's tables stand after `<!-- first screen -->` and
+`<!-- further settings -->`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
+FOLDER, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "results.md", ROOT / "README.md"
 MARK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LOSSES = re.compile(r"(<!-- where it loses -->\n).*?(<!-- end -->)", re.DOTALL)
+ON_README = re.compile(r"(<!-- (first screen|further settings) -->\n).*?(<!-- end -->)", re.DOTALL)
+SHOWN = {  # the machine whose figures the README has; its methods, and what it calls them
+    "no search": "selfspec without a search",
+    "selfspec": "**selfspec, searched profile**",
+    "plain": "selfspec, plain",
+    "transformers": "`transformers`' generate",
+    "llama.cpp, float32": "llama.cpp, float32",
+    "llama.cpp, 8 bits": "llama.cpp, 8-bit file: another text",
+    "openvino-genai, 4 bits": "openvino-genai, 4-bit file: another text",
+    "plain, the 4-bit file": "selfspec, 4-bit file kept as it is, plain",
+}
+MACHINE = "epyc-zen5"
 NOT_OURS = ("plain", "transformers", "llama.cpp", "openvino-genai")  # how the names of other methods begin
 
 
@@ -185,9 +198,51 @@ def filled(page: str) -> str:
     return LOSSES.sub(lambda found: f"{found[1]}\n{losses()}\n\n{found[2]}", page)
 
 
+def measured(comparison: str) -> dict[str, Any]:
+    """The results of a comparison on the machine of the README."""
+    found = json.loads((FOLDER / f"{comparison}.{MACHINE}.json").read_text(encoding="utf-8"))
+    return dict(found["results"])
+
+
+def first_screen() -> str:
+    """The README's table of the questions, in float32 and greedily."""
+    methods = measured("questions")["float32"]["0"]
+    rows = [["", "tokens/s", "/ plain", "median", "/ plain after the first token"]]
+    for name, shown in SHOWN.items():
+        of = methods[name]
+        rows.append([shown, f"{of['tokens_per_second']:.1f}", f"{of['ratio_of_means']:.2f}", ratio(of["median"])])
+        rows[-1].append(ratio(of["after_first"]))
+    return table(rows)
+
+
+def further_settings() -> str:
+    """The README's table of other dtypes, temperatures and texts, each against plain decoding."""
+    rows = [["/ plain", "without a search", "after the first token", "searched profile", "after the first token"]]
+    for comparison, what in (("questions", "questions"), ("editing", "edits of code")):
+        for dtype, temperatures in measured(comparison).items():
+            for temperature, methods in temperatures.items():
+                if (comparison, dtype, temperature) != ("questions", "float32", "0"):
+                    pairs = [methods.get(name) for name in ("no search", "selfspec")]
+                    shown = [
+                        [f"{of['ratio_of_means']:.2f}", f"{of['after_first'][0]:.2f}"] if of else ["-", "-"]
+                        for of in pairs
+                    ]
+                    rows.append([f"{what}, {setting(dtype, temperature)}", *shown[0], *shown[1]])
+    return table(rows)
+
+
+ON_FIRST_SCREEN = {"first screen": first_screen, "further settings": further_settings}
+
+
+def filled_readme(page: str) -> str:
+    """The README with its tables made anew."""
+    return ON_README.sub(lambda found: f"{found[1]}\n{ON_FIRST_SCREEN[found[2]]()}\n\n{found[3]}", page)
+
+
 def write() -> None:
-    """Make every table of the page anew."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Make every table of the page and of the README anew."""
+    for page, made in ((PAGE, filled), (README, filled_readme)):
+        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

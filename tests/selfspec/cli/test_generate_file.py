@@ -17,6 +17,7 @@ from builtin_model import on_builtin
 from chats import save_with_template, with_template
 
 from selfspec.cli import main
+from selfspec.controllers import FixedK
 from selfspec.llm.sampling_plan import plan
 
 COMMAND = Path(__file__).parents[2] / "helpers" / "command.py"
@@ -321,3 +322,30 @@ def test_a_full_disk_names_the_file_and_is_gone_on_from(folder, monkeypatch, cap
 def limit(size):
     """Let no file of this process grow beyond `size` bytes; Python ignores the signal, so that writing fails."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_half_a_surrogate_in_a_message_is_one_line(folder, monkeypatch, capsys):
+    row = {"messages": [{"role": "user", "content": "\ud800"}]}
+    (folder / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    assert many(monkeypatch, "--chat") == 2
+    err = capsys.readouterr().err
+    assert "prompts.jsonl, line 1: the text has half a surrogate pair" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_the_controller_that_was_asked_for_drafts(folder, monkeypatch, capsys):
+    how = ["--prompts", "prompts.jsonl", "--batch-size", 1, "--threads", "1", "--max-new-tokens", "12", "--stats"]
+    how += ["--profile", "stdlib-llama-3.7m"]
+    made = []
+    fixed = FixedK.__init__
+    monkeypatch.setattr(FixedK, "__init__", lambda self, k: (made.append(k), fixed(self, k))[1])
+    assert run(monkeypatch, *how, "--out", "o.jsonl", "--controller", "fixed:k=3") == 0
+    assert 3 in made
+    capsys.readouterr()
+    assert many(monkeypatch, "--controller", "fixed:k=3") == 0
+    assert "--controller has no effect" in capsys.readouterr().err
+
+
+def test_options_without_effect_are_named(folder, monkeypatch, capsys):
+    assert many(monkeypatch, "--seed", 3) == 0
+    assert "--seed: no effect on greedy decoding" in capsys.readouterr().err

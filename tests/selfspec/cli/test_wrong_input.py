@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from selfspec.cli import main
+from selfspec.profile.reading import write_profile
+from selfspec.profile.shipped import find_profile_file
 
 FEW, MANY = 1000, 2500
 get_command = functools.cache(typer.main.get_command)  # typer reads every signature anew at each call: 50 ms
@@ -363,3 +365,31 @@ def test_any_bytes_as_a_generation_config_or_a_schema(cli, tmp_path, content):
     (tmp_path / "c.json").write_bytes(content)
     is_refused_or_right(cli("generate", "x", "--generation-config", "c.json"))
     is_refused_or_right(cli("generate", "x", "--json-schema", "c.json"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "index texts.txt --model builtin --out texts.txt",
+        "bench --profile profile.yaml --out profile.yaml",
+        "bench --profile stdlib-llama-3.7m --methods plain,profile.yaml --out profile.yaml",
+        "compare --profile profile.yaml --out profile.yaml",
+        "compare --model builtin --methods plain,profile.yaml --out profile.yaml",
+        "profile join profile.yaml other.yaml",
+        "profile pick trials --storage trials.jsonl --out trials.jsonl",
+        "quantize --profile profile.yaml --out profile.safetensors",
+    ],
+)
+def test_what_a_command_reads_it_does_not_write_over(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    for name in ("profile.yaml", "other.yaml"):
+        write_profile(find_profile_file("stdlib-llama-3.7m"), tmp_path / name)
+    for name in ("texts.txt", "trials.jsonl"):
+        (tmp_path / name).write_text("import os\n")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "argv", ["selfspec", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "is read, so it is not written over; expected another file" in capsys.readouterr().err.replace("\n", " ")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -330,6 +330,19 @@ def test_weights_laid_out_give_the_same(held_out, each_layout):
 
 
 @needs_native
+@pytest.mark.parametrize("layout", [None, "auto"])
+def test_without_a_profile_drafts_are_in_int8(layout):
+    model, ours = tiny(CONFIGS["llama"], dtype=torch.float64), hf(layout=layout)
+    theirs, found = both(model, ours, PROMPTS)
+    assert torch.equal(found, theirs)
+    assert ours._llm.has_default_profile
+    assert ours._llm.profile.path.head == "int8"
+    lookup = hf(layout=layout, extra_memory=0)
+    assert torch.equal(both(model, lookup, PROMPTS)[1], theirs)
+    assert lookup._llm.profile.draft.kind == "lookup"
+
+
+@needs_native
 def test_a_model_held_in_16_bits_is_prepared_once():
     """Its embedding is converted at each read, so where it lies changes; its stored values do not."""
     model, tokenizer = load_model("builtin", device="cpu", dtype="float32")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from models import adapted
@@ -108,3 +111,21 @@ def test_wrong_names_are_one_clear_line(llm, folders, tmp_path):
         selfspec.load("builtin", profile="none", adapters={"base": folders[0]["one"]})
     with pytest.raises(SelfspecError, match="no folder with an adapter_config.json"):
         selfspec.load("builtin", profile="none", adapters={"x": tmp_path})
+
+
+@pytest.mark.parametrize("asked", ORDER)
+def test_threads_that_wait_for_each_other(llm, folders, asked):
+    """Who waits reads its prompt with its own adapter, and reuses no keys of the one it waited for."""
+    stream, found = llm.start(PROMPT, Options(max_new_tokens=NEW, adapter="one"), reuse=True), []
+    pieces = iter(stream)
+    next(pieces)
+    options = Options(max_new_tokens=NEW, adapter=asked)
+    thread = threading.Thread(target=lambda: found.append(llm.start(PROMPT, options, reuse=True).wait().tokens))
+    thread.start()
+    while len(llm.runtime.turn_lock._queue) < 2:
+        time.sleep(0.001)
+    for _ in pieces:
+        pass
+    thread.join()
+    assert stream.result.tokens == folders[1]["one"]
+    assert found == [folders[1][asked or "base"]]

@@ -243,3 +243,41 @@ def test_a_draft_model_shares_the_memory(llm):
         requests = [batch.add(prompt, GREEDY) for prompt in PROMPTS[:3]]
         finished(batch)
     assert [request.tokens for request in requests] == [llm.run(prompt, GREEDY).tokens for prompt in PROMPTS[:3]]
+
+
+def test_the_longest_request_fits_the_rows_as_they_are(llm):
+    memory = 2 * 400 * slot_bytes(llm.runtime) / 2**30
+    with Batch(llm, rows=2, memory=memory, make=MAKERS["plain"]) as batch:
+        slots = batch.num_slots
+        assert batch.max_seq_len < llm.runtime.skeleton.context
+        prompt = llm.encode("x = 1\n" * 100)[:100]
+        request = batch.add(prompt, Options(max_new_tokens=batch.max_seq_len + 1 - len(prompt)))
+        finished(batch)
+        assert batch.num_slots == slots
+    assert request.error is None
+
+
+def test_who_cannot_be_held_ends_alone(llm, monkeypatch):
+    with Batch(llm, rows=2, make=MAKERS["plain"]) as batch:
+        admit, requests = batch._engine.admit, [batch.add(prompt, GREEDY) for prompt in PROMPTS[:3]]
+
+        def refusing(seq):
+            if seq is requests[1].seq:
+                raise SelfspecError("no memory")
+            return admit(seq)
+
+        monkeypatch.setattr(batch._engine, "admit", refusing)
+        finished(batch)
+    assert str(requests[1].error) == "no memory"
+    assert [len(request.tokens) for request in requests] == [14, 0, 14]
+
+
+def test_who_cannot_be_recorded_ends_alone(llm):
+    with Batch(llm, rows=2, make=MAKERS["plain"]) as batch:
+        wrong = batch.add(PROMPTS[0], Options(max_new_tokens=1), top=10**6)  # more than there are tokens
+        other = batch.add(PROMPTS[1], GREEDY)
+        for _ in range(40):
+            batch.step()
+        assert batch.idle
+    assert wrong.error is not None
+    assert other.tokens == llm.run(PROMPTS[1], GREEDY).tokens

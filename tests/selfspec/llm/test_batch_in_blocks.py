@@ -171,3 +171,40 @@ def test_an_interrupt_anywhere_leaves_the_model_usable(llm, monkeypatch, at):
         while not batch.idle:
             batch.step()
     assert request.tokens == expected[1]
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_prompt_may_fill_all_blocks(llm, new):
+    prompt = llm.encode("x = 1\n" * 300)[: 8 * BLOCK + 1 - new]
+    with Batch(llm, rows=2, memory=memory_of(llm, 8), make=path) as batch:
+        assert batch.num_slots == 8 * BLOCK
+        request = batch.add(prompt, Options(max_new_tokens=new))
+        for _ in range(20):
+            batch.step()
+        assert batch.idle
+    assert request.tokens == llm.run(prompt, Options(max_new_tokens=new)).tokens
+
+
+def test_who_was_preempted_in_a_round_that_fails_comes_back(llm, monkeypatch):
+    """The round takes the blocks of one, then fails: that one waits, and is decoded."""
+    with Batch(llm, rows=4, memory=memory_of(llm, 8), make=path) as batch:
+        requests = [batch.add(prompt, GREEDY) for prompt in PROMPTS]
+        limits, failed = batch._engine._limits, []
+
+        def failing():
+            found = limits()
+            if batch._engine.preempted and not failed:
+                failed.append(True)
+                raise ValueError("no")
+            return found
+
+        monkeypatch.setattr(batch._engine, "_limits", failing)
+        for _ in range(1000):
+            if batch.idle:
+                break
+            batch.step()
+        assert batch.idle
+    assert failed
+    for request, prompt in zip(requests, PROMPTS, strict=True):
+        assert request.error is None
+        assert request.tokens == llm.run(prompt, GREEDY).tokens

@@ -19,6 +19,7 @@ from selfspec.llm import default_profile as module
 from selfspec.llm.default_profile import DRAFTED, DRAFTED_ON_GPU, default_profile, resolve_profile
 from selfspec.measure.model_copies import load_model_copies
 from selfspec.models.layout import weight_bytes
+from selfspec.models.loading import load_model
 from selfspec.runtime import open_runtime
 from selfspec.runtime.hf_runtime import GenericRuntime
 from selfspec.types.identity import Identity
@@ -48,6 +49,21 @@ def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
         generated = llm.generate("def main(", **options)
         assert generated.tokens == plain.generate("def main(", **options).tokens
     assert max(done.drafted for done in generated.stats.log) <= DRAFTED + 1
+
+
+@needs_native
+def test_a_wrapped_model_drafts_in_the_same_way(folder):
+    model, tokenizer = load_model(folder, dtype="float64")
+    llm, plain = selfspec.wrap(model, tokenizer), selfspec.wrap(model, tokenizer, profile="none")
+    assert llm.has_default_profile
+    assert llm.known_profile is None
+    assert llm.profile.draft == selfspec.load(folder, dtype="float64").profile.draft
+    generated = llm.generate("def main(", max_new_tokens=40)
+    assert generated.tokens == plain.generate("def main(", max_new_tokens=40).tokens
+    assert generated.stats.drafted > 0
+    assert plain.profile is None
+    little = selfspec.wrap(model, tokenizer, extra_memory=0)
+    assert (little.profile.draft.kind, little.runtime.max_copy_bytes) == ("lookup", 0)
 
 
 @needs_native

@@ -18,6 +18,7 @@ from models import CONFIGS, tiny
 import selfspec
 from selfspec.basics.errors import BusyError, SelfspecError
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
+from selfspec.engine.engine import Engine
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import GenerateOptions
 from selfspec.profile.draft_spec import LayerSkipSpec
@@ -25,6 +26,8 @@ from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import find_profile_file
 from selfspec.runtime.turn_lock import TurnLock
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.identity import Identity
 
@@ -206,6 +209,40 @@ def test_first_come_first_served():
     assert order == [0, 1, 2, 3]
 
 
+def test_an_interrupt_while_waiting_for_a_turn_leaves_the_model_usable(llm, monkeypatch):
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    stream = llm.stream(PROMPT, max_new_tokens=20)
+    next(stream)
+    found = []
+
+    def wait():
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.runtime.turn_lock._changed, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPT, max_new_tokens=2)
+        stream.close()
+        found.append(llm.generate(PROMPT, max_new_tokens=2).tokens)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert found == [llm.generate(PROMPT, max_new_tokens=2).tokens]
+
+
+def test_a_prompt_that_is_read_makes_progress(llm, monkeypatch):
+    noted, lock = [], llm.runtime.turn_lock
+    monkeypatch.setattr(lock, "note_progress", lambda: noted.append(len(noted)))
+    with Engine(llm.runtime, PlainDrafter()) as engine:
+        seq = SequenceState(llm.encode(PROMPT), 2, Sampler())
+        assert engine.admit(seq)
+        before = len(noted)
+        while engine.prefill(seq, 2):
+            before += 1
+            assert len(noted) == before
+
+
 def test_a_stream_in_another_thread_is_waited_for(llm):
     """Until it ends, or makes no progress for `timeout` seconds."""
     stream = llm.stream(PROMPT, max_new_tokens=20)
@@ -316,8 +353,11 @@ class TestProfiles:
         assert selfspec.wrap(llm.model, llm.tokenizer).profile == expected
         assert selfspec.load("builtin").profile == expected
 
-    def test_another_model_has_none_and_decodes_plainly(self):
+    def test_another_model_has_none(self):
         wrapped = selfspec.wrap(tiny(CONFIGS["llama"]), None)
+        assert wrapped.has_default_profile
+        assert wrapped.known_profile is None
+        wrapped = selfspec.wrap(tiny(CONFIGS["llama"]), None, profile="none")
         assert wrapped.profile is None
         assert isinstance(wrapped.drafter, PlainDrafter)
 

@@ -290,3 +290,38 @@ def test_freed_memory_returns_to_the_system_while_requests_run(serve, monkeypatc
         assert post(one).status_code == 200
         until(lambda: trimmed)
     assert set(trimmed) == {"replica"}
+
+
+def test_a_request_that_is_being_parsed_is_answered_before_the_end(serve, monkeypatch):
+    found, begun, going_on = [], threading.Event(), threading.Event()
+    with serve(grace=30) as one:
+        completion = one.service.reader.completion
+
+        def slow(body, guide):
+            begun.set()
+            assert going_on.wait(60)
+            return completion(body, guide)
+
+        monkeypatch.setattr(one.service.reader, "completion", slow)
+        thread = in_background(one, BODY, found)
+        assert begun.wait(60)
+        assert not one.service.idle
+        one.server.end()
+        going_on.set()
+        thread.join()
+        assert found[0].status_code == 200
+        assert one.service.idle
+
+
+def test_a_request_that_is_parsed_too_late_gets_an_error(serve, monkeypatch):
+    with serve() as one:
+        completion = one.service.reader.completion
+
+        def late(body, guide):
+            one.service.ended = True
+            return completion(body, guide)
+
+        monkeypatch.setattr(one.service.reader, "completion", late)
+        answer = post(one)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the server is ending"

@@ -42,7 +42,7 @@ def test_everything_is_counted(one, chatting):
     assert after["selfspec_requests_total", "/v1/completions", "200"] == 2
     assert after["selfspec_requests_total", "/v1/completions", "400"] == 1
     assert after["selfspec_requests_total", "other", "404"] == 1, "not a name for each path that is tried"
-    assert after["selfspec_places",] == after["selfspec_places_free",] == 2 * one.batches[0].num_slots
+    assert after["selfspec_kv_slots",] == after["selfspec_kv_slots_free",] == 2 * one.batches[0].num_slots
 
 
 def test_latencies_are_histograms(one):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import sys
 
 import pytest
 from wants import needs
@@ -76,7 +77,11 @@ def test_a_schema_that_contains_itself_is_refused():
 
 
 def test_a_process_that_fails_is_told(monkeypatch):
-    monkeypatch.setattr(grammar, "__file__", "/nothing.py")
-    assert "failed" in (check_grammar(regex="not checked before", json_schema=None).problem or "")
-    monkeypatch.setattr("sys.executable", "/nothing")
-    assert "failed" in (check_grammar(regex="nor this one", json_schema=None).problem or "")
+    for where, what, pattern in (
+        (grammar, "__file__", "not checked before"),
+        (sys, "executable", "nor this one"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, what, "/nothing.py")
+            assert "failed" in (check_grammar(regex=pattern, json_schema=None).problem or "")
+        assert check_grammar(regex=pattern, json_schema=None).problem is None, "the failure was not the pattern's"
