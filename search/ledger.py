@@ -135,6 +135,7 @@ class Ledger:
     def _check(self, settings: dict[str, Any]) -> None:
         stored = self._store_once("settings", settings)
         keys = {*stored, *settings} - {"name"}  # the same model may have another path on another machine
+        stored = {"device": settings.get("device"), **stored}  # older studies do not say it
         other = sorted(key for key in keys if stored.get(key) != settings.get(key))
         if other:
             raise SelfspecError(
@@ -257,11 +258,7 @@ class Ledger:
         oldest = time.time() - 60 - PATIENCE * self.longest
         claims = [value for key, value in attrs.items() if key.startswith("claim ") and not key.endswith(self.worker)]
         try:
-            return {
-                _path(path)
-                for path, begun, host, process in filter(None, claims)
-                if begun > oldest and not _has_died(host, process)
-            }
+            return {_path(path) for path, begun, *who in filter(None, claims) if begun > oldest and not _has_died(*who)}
         except DAMAGE as error:
             raise self.damaged(error) from None
 
@@ -269,8 +266,8 @@ class Ledger:
         return storage_errors(self._where if isinstance(self._where, Path) else display_name(self._where))
 
 
-def _has_died(host: str, process: int) -> bool:
-    """Return whether a process of this machine has ended; False for one of another machine."""
+def _has_died(host: str = "", process: int = 0) -> bool:
+    """Return whether a process of this machine has ended; False for one of another machine, or an unknown one."""
     if host != socket.gethostname():
         return False
     try:

@@ -79,6 +79,9 @@ def int4_for_search(
     if method == "nearest":
         return None
     parts_folder().mkdir(parents=True, exist_ok=True)
+    if known is not None and kind(file := parts_folder() / known) == "file":
+        with suppress(SelfspecError):  # damaged, or of other weights
+            return _registered(llm, file)
     if method not in INT4_CHOICES:
         file = parts_folder() / f"{INT4}-{sha256_of(Path(method))[:12]}{SUFFIX}"
         write_bytes(file, Path(method).read_bytes())
@@ -98,7 +101,8 @@ def int4_for_search(
                 file.unlink()
         if _write(llm, file, texts, settings, deadline, watch):
             return _registered(llm, file)
-    watch.say("int4 weights are rounded to nearest: there is too little time to quantise them better")
+    if known is None:
+        watch.say("int4 weights are rounded to nearest: there is too little time to quantise them better")
     return None
 
 

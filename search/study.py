@@ -23,7 +23,7 @@ from selfspec.types.draft_path import DraftPath
 from selfspec.types.methods import AUTO_METHOD
 
 from .bridging import with_bridges, with_smaller_head
-from .budget import Budget
+from .budget import Budget, Deadline
 from .callbacks import Logged, Trial
 from .context import SearchContext
 from .continuations import PromptSet, choose, record
@@ -283,10 +283,10 @@ def _run_trials(
 
     Then the paths with every sub-layer in one quantised mode are scored, if no trial has scored them.
     """
-    ledger = search.ledger
+    ledger, deadline = search.ledger, search.budget.deadline("trials")
     search.watch.stage("searching", trials)
     try:
-        _ask_and_tell(search, objective, strategy(), trials)
+        _ask_and_tell(search, objective, strategy(), trials, deadline)
         _score_uniform(search, objective)
     except KeyboardInterrupt:
         if not ledger.scores:
@@ -297,16 +297,17 @@ def _run_trials(
     return False
 
 
-def _ask_and_tell(search: SearchContext, objective: BoundedObjective, proposer: Strategy, trials: int) -> None:
+def _ask_and_tell(
+    search: SearchContext, objective: BoundedObjective, proposer: Strategy, trials: int, deadline: Deadline
+) -> None:
     """Run the trials of `_run_trials`.
 
     A resumed search proposes the same paths as before, whose scores are known. A path that another worker is scoring
     counts as the worst score so far (constant liar) until its true score is known; if that worker dies, this one scores
     the path.
     """
-    ledger, reported, idle = search.ledger, set[DraftPath](), 0
+    ledger, reported, idle, longest = search.ledger, set[DraftPath](), 0, 0.0
     assumed: list[DraftPath] = []  # paths that others were scoring when they were proposed
-    deadline, longest = search.budget.deadline("trials"), 0.0
 
     def take(score: Score, *, known: bool) -> None:
         if score.path not in reported:

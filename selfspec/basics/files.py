@@ -134,14 +134,15 @@ def check_writable(path: Path, *, read: Iterable[str | Path | None] = ()) -> Non
     """
     if os.path.islink(path):
         raise SelfspecError(f"{path} is a symbolic link; expected a file to write; name what it leads to, or delete it")
-    if path.resolve() in {Path(file).resolve() for file in read if file is not None}:
-        raise SelfspecError(f"{path}: is read, so it is not written over; expected another file to write")
     if kind(path) in ("folder", "other"):
         raise SelfspecError(
             f"{path} is a {'folder' if path.is_dir() else 'device or a pipe'}; expected a file to write"
         )
     if kind(path.parent) != "folder":
         raise SelfspecError(f"{path}: the folder {path.parent} does not exist; make it first")
+    files = [Path(file) for file in read if file is not None]
+    if files and path.resolve() in {file.resolve() for file in files if kind(file) == "file"}:
+        raise SelfspecError(f"{path}: is read, so it is not written over; expected another file to write")
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".selfspec-"):
             pass

@@ -210,7 +210,7 @@ def run_index(options: IndexCommand) -> None:
     begun = time.perf_counter()
     quiet()
     model = model_for(options.model, None)
-    check_writable(options.out, read=options.texts)
+    check_writable(options.out, read=() if options.add else options.texts)
     existing: list[tuple[int, ...]] = []
     vocabulary = read_identity(model).vocabulary or 0
     if options.add and kind(options.out) != "missing":

@@ -118,7 +118,7 @@ def run(options: BenchCommand) -> int:
     methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
-        check_writable(options.out, read=[options.drafting.profile, *methods])
+        check_writable(options.out, read=[options.drafting.profile, options.drafting.store, *methods])
         options.data.check_not_written(options.out, f"--out {options.out}")
     wide = options.widen > 1
     if wide and options.device_options.device_map is not None:

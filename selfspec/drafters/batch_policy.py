@@ -17,6 +17,13 @@ from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 
 
+def bound_together(drafter: Drafter) -> None:
+    """Let the guards inside a drafter bound a batch as a whole, by the clock alone, seeded sequences included."""
+    for inner in _inside(drafter):
+        if isinstance(inner, Guard):
+            inner.bound_together(True)
+
+
 def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
     """Let the scheduler `load` decide on the drafts of a drafter and of the drafters inside it.
 

@@ -27,6 +27,7 @@ from transformers.generation import (
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import write_text
 from selfspec.drafters import PlainDrafter, calibrate, make_guarded
+from selfspec.drafters.batch_policy import bound_together
 from selfspec.engine.engine import Engine
 from selfspec.integrations.columns import Columns
 from selfspec.llm.default_profile import check_extra_memory, resolve_profile
@@ -238,7 +239,7 @@ class CustomGenerate:
         write_repository(Path(folder), self.profile, {name: getattr(self, name) for name in named})
 
     def _prepared(self, model: Any) -> LLM:
-        """Return the model wrapped as an `LLM`; cached until the model is moved, cast or reloaded."""
+        """Return the model wrapped as an `LLM`; cached until the model is moved, cast, reloaded or trained."""
         if self._llm is None or self._weights != _where(model):
             check_unsharded(model, "selfspec.hf")
             self._lay_out(model)
@@ -266,6 +267,8 @@ class CustomGenerate:
             drafter: Drafter = PlainDrafter()
             if (own := llm.profile) is not None and own.drafts:
                 drafter = make_guarded(runtime, own, local_payoff)
+                if self.rule in (None, "match"):  # whose texts do not depend on drafts
+                    bound_together(drafter)
             self._several = runtime, drafter
         return self._several
 
@@ -309,10 +312,11 @@ class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 def _where(model: Any) -> object:
-    """Return a value, comparable by `==`, that changes when a model is moved, cast or reloaded."""
+    """Return a value, comparable by `==`, that changes when a model is moved, cast, reloaded or trained."""
     embedding = model.get_input_embeddings()
     table = embedding.blocks.values if isinstance(embedding, StoredEmbedding) else embedding.weight
-    return id(model), table.device, table.dtype, table.data_ptr()
+    version = None if table.is_inference() else table._version
+    return id(model), table.device, table.dtype, table.data_ptr(), version
 
 
 def _check(config: GenerationConfig, model_kwargs: dict[str, Any], vocabulary: int) -> None:

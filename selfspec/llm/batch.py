@@ -198,8 +198,13 @@ class Batch:
 
     def prompt_logprobs(self, prompt: Sequence[int], options: Options, top: int) -> list[TokenLogprobs]:
         """Return the log probabilities of a prompt's tokens, as `request.prompt_logprobs`, by the options' adapter."""
-        self.llm.adapters.use(self.llm.adapters.named(options.adapter))
-        return prompt_logprobs(self.llm.runtime, prompt, top)
+        adapters, name = self.llm.adapters, self.llm.adapters.named(options.adapter)
+
+        def begin() -> bool:
+            adapters.use(name)
+            return False
+
+        return prompt_logprobs(self.llm.runtime, prompt, top, reuse=begin)
 
     def cancel(self, request: Request) -> None:
         """End a request now and free its cache row. A request that has ended is unchanged."""

@@ -477,7 +477,7 @@ def wrap(
 ) -> LLM:
     """Wrap a model that `transformers` has loaded; the model is not changed, and can still be used as before.
 
-    Attach adapters, and hooks on leaf modules, before wrapping; wrap again after moving, casting or replacing
+    Attach adapters, and hooks on leaf modules, before wrapping; wrap again after moving, casting, replacing or training
     weights. `profile`, `store`, `answers`, `method` and `extra_memory` are as in `load`. `name`: the model's name in
     profiles; by default the name in the model's config. Raises `SelfspecError` if the model is not supported, or if the
     profile or a file does not fit it.

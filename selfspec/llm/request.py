@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,6 +99,7 @@ class Request:
             self.seq, self._text, self.tokens, guided=options.guide is not None, stop_tokens=planned.stop_tokens
         )
         self._since = time.perf_counter()
+        self._admitted = False
 
     @property
     def text(self) -> str:
@@ -128,7 +129,8 @@ class Request:
 
     def mark_admitted(self) -> None:
         """Record that the engine admitted the request to a cache row; the time of its first round starts now."""
-        self.stats.num_cached = self.seq.num_cached
+        if not self._admitted:  # afterwards, what it left itself may be cached
+            self.stats.num_cached, self._admitted = self.seq.num_cached, True
         self._since = time.perf_counter()
 
     def record_round(self, outcome: Outcome) -> None:
@@ -172,15 +174,18 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenL
 LOGITS = 2**24  # most logits in memory at a time
 
 
-def prompt_logprobs(runtime: Runtime, prompt: Sequence[int], top: int) -> list[TokenLogprobs]:
+def prompt_logprobs(
+    runtime: Runtime, prompt: Sequence[int], top: int, *, reuse: bool | Callable[[], bool] = False
+) -> list[TokenLogprobs]:
     """Return each prompt token's log probability given the tokens before it, by one prefill of the prompt.
 
-    The first token has none. `top`: how many of the most probable tokens at each position to return. Raises
+    The first token has none. `top`: how many of the most probable tokens at each position to return. `reuse`: as of
+    `Runtime.session`. Raises
     `SelfspecError` if no KV cache can be allocated for the prompt.
     """
     scored = [TokenLogprobs(prompt[0], None)]
     chunk = max(1, LOGITS // (runtime.skeleton.identity.vocabulary or LOGITS))
-    with runtime.session(len(prompt)):
+    with runtime.session(len(prompt), reuse=reuse):
         for start in range(0, len(prompt) - 1, chunk):
             tokens = prompt[start : min(start + chunk, len(prompt) - 1)]
             step = runtime.forward(torch.tensor([tokens], device=runtime.device), start)

@@ -167,7 +167,8 @@ def _make_update(
 
 
 MOST_SECONDS = 60  # the longest Retry-After sent to a client
-TRIM_SECONDS = 10  # from one return of freed memory to the next, which takes some milliseconds
+TRIM_SECONDS = 10  # from one return of freed memory to the next while texts run; it takes some milliseconds
+IDLE_SECONDS = 1  # the same when the last text has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,8 @@ class WorkerPool:
             trimmed = time.monotonic()
             while (work := self._work(replica)) is not None:
                 replica.turn(work.taken, work.cancelled)
-                if time.monotonic() - trimmed > TRIM_SECONDS:
+                idle = not (replica.jobs or self._pending)
+                if time.monotonic() - trimmed > (IDLE_SECONDS if idle else TRIM_SECONDS):
                     trim_memory()
                     trimmed = time.monotonic()
                 if self._pending:

@@ -75,7 +75,7 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
 FEATURES = {
     "plain": "plain",
     "skip": "skip",
-    "low": "8 and 4 bits",
+    "low": "int8 and int4",
     "trees": "trees",
     "batches": "batches",
     "drafters": "drafters and proposers",

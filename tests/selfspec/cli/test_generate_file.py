@@ -17,8 +17,9 @@ from builtin_model import on_builtin
 from chats import save_with_template, with_template
 
 from selfspec.cli import main
-from selfspec.controllers import FixedK
+from selfspec.llm.llm import LLM
 from selfspec.llm.sampling_plan import plan
+from selfspec.types.controller import ControllerSpec
 
 COMMAND = Path(__file__).parents[2] / "helpers" / "command.py"
 PROMPTS = ["import os\n", "def main():\n    ", "class Reader:\n", "import os\nimport sys\n"]
@@ -336,11 +337,12 @@ def test_half_a_surrogate_in_a_message_is_one_line(folder, monkeypatch, capsys):
 def test_the_controller_that_was_asked_for_drafts(folder, monkeypatch, capsys):
     how = ["--prompts", "prompts.jsonl", "--batch-size", 1, "--threads", "1", "--max-new-tokens", "12", "--stats"]
     how += ["--profile", "stdlib-llama-3.7m"]
-    made = []
-    fixed = FixedK.__init__
-    monkeypatch.setattr(FixedK, "__init__", lambda self, k: (made.append(k), fixed(self, k))[1])
+    made, make = [], LLM.guarded_drafter_on
+    monkeypatch.setattr(
+        LLM, "guarded_drafter_on", lambda *args: (made.append(args[1].draft.controller), make(*args))[1]
+    )
     assert run(monkeypatch, *how, "--out", "o.jsonl", "--controller", "fixed:k=3") == 0
-    assert 3 in made
+    assert set(map(str, made)) == {str(ControllerSpec(name="fixed", options={"k": 3.0}))}
     capsys.readouterr()
     assert many(monkeypatch, "--controller", "fixed:k=3") == 0
     assert "--controller has no effect" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_threads_that_wait_for_each_other(llm, folders, asked):
     options = Options(max_new_tokens=NEW, adapter=asked)
     thread = threading.Thread(target=lambda: found.append(llm.start(PROMPT, options, reuse=True).wait().tokens))
     thread.start()
-    while len(llm.runtime.turn_lock._queue) < 2:
+    while thread.is_alive() and len(llm.runtime.turn_lock._queue) < 2:
         time.sleep(0.001)
     for _ in pieces:
         pass

@@ -250,7 +250,7 @@ def test_drafting_with_it_is_lossless(n):
 def test_auto_never_takes_one_that_was_not_measured_on_these_weights():
     model = small(layers=40)
     llm = selfspec.wrap(model, None, name="meta-llama/Llama-2-13b-hf")
-    assert llm.profile is None
+    assert llm.known_profile is None
     with pytest.raises(
         SelfspecError, match=r"another model \(.*CodeLlama-34b-hf\): layers 48 in the profile, 40 in the model;"
     ):

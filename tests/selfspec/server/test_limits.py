@@ -283,13 +283,17 @@ def test_pages_of_other_origins(serve):
 def test_freed_memory_returns_to_the_system_while_requests_run(serve, monkeypatch):
     trimmed = []
     monkeypatch.setattr(worker_pool, "trim_memory", lambda: trimmed.append(threading.current_thread().name))
-    with serve() as one:
-        assert post(one).status_code == 200
-        assert not trimmed  # not after so short a time
-        monkeypatch.setattr(worker_pool, "TRIM_SECONDS", 0)
-        assert post(one).status_code == 200
-        until(lambda: trimmed)
-    assert set(trimmed) == {"replica"}
+    for often in ("TRIM_SECONDS", "IDLE_SECONDS"):  # while texts run, and when the last has ended
+        for name in ("TRIM_SECONDS", "IDLE_SECONDS"):
+            monkeypatch.setattr(worker_pool, name, float("inf"))
+        with serve() as one:
+            assert post(one).status_code == 200
+            assert not trimmed
+            monkeypatch.setattr(worker_pool, often, 0)
+            assert post(one).status_code == 200
+            until(lambda: trimmed)
+        assert set(trimmed) == {"replica"}
+        trimmed.clear()
 
 
 def test_a_request_that_is_being_parsed_is_answered_before_the_end(serve, monkeypatch):
