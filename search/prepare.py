@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.measure.cost_fitting import forward_seconds, measure_costs
+from selfspec.profile.module_files_spec import ModuleFile
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath
 from selfspec.types.methods import INT4_CHOICES
@@ -139,29 +140,32 @@ def _with_int4(search: SearchContext, texts: Sequence[TargetText], resources: Ex
     ledger = search.ledger
     if "int4" not in search.space.modes or (ledger.int4 is None and ledger.confidence is not None):
         return search  # in the second case the study's paths were scored with weights rounded to nearest
-    part = None
-    for _ in range(2):  # the second time where another worker's weights became the study's meanwhile
-        known = None if ledger.int4 is None else ledger.int4.file
-        part = int4_for_search(
-            search.llm,
-            [text.tokens for text in texts],
-            search.int4_method,
-            deadline=search.budget.deadline("ranking"),
-            watch=search.watch,
-            known=known,
-        )
-        if part is not None:
-            ledger.keep_int4(part)
-        if ledger.int4 is None or (part is not None and part.file == ledger.int4.file):
-            break
-    else:
+    known = ledger.int4
+    part = _int4(search, texts, known)
+    if known is None and part is not None:
+        ledger.keep_int4(part)
+        if (known := ledger.int4) is not None and known.file != part.file:  # another worker's became the study's
+            part = _int4(search, texts, known)
+    if known is not None and part is None:
         raise SelfspecError(
-            f"{ledger.description}: its paths were scored with the int4 weights {known}, which the cache has no more, "
-            "and which cannot be made again with these options in this time"
+            f"{ledger.description}: its paths were scored with the int4 weights {known.file}, which the cache has no "
+            "more, and which cannot be made again with these options in this time"
         )
     if part is not None:
         resources.enter_context(using_int4(search.llm, part))
     return replace(search, int4=part)
+
+
+def _int4(search: SearchContext, texts: Sequence[TargetText], known: ModuleFile | None) -> ModuleFile | None:
+    """Return the file of int4 weights to search with, which is `known` if that is not None; None: it cannot be had."""
+    return int4_for_search(
+        search.llm,
+        [text.tokens for text in texts],
+        search.int4_method,
+        deadline=search.budget.deadline("ranking"),
+        watch=search.watch,
+        known=None if known is None else known.file,
+    )
 
 
 def _confidence(search: SearchContext, replay: Replay) -> None:

@@ -72,8 +72,9 @@ def int4_for_search(
     `texts` (token ids) are those that the weights are made from. `method`: one of `METHODS`, "auto" (GPTQ, or the
     weighted grid if the time until the deadline is too short), or the path of a file of int4 weights, which is copied.
     `known`: the name of the file with which a study's paths were scored; no other is made then. Its name says how it
-    was made, and from which texts. Returns None for `nearest`, for which no file is needed, and if the time until the
-    deadline is too short. Raises `SelfspecError` for a file that does not fit the model.
+    was made, and from which texts. Returns None for `nearest`, for which no file is needed, if the time until the
+    deadline is too short, and where `known` cannot be had. Raises `SelfspecError` for a file that does not fit the
+    model.
     """
     runtime = llm.runtime
     if method == "nearest":
@@ -84,6 +85,8 @@ def int4_for_search(
             return _registered(llm, file)
     if method not in INT4_CHOICES:
         file = parts_folder() / f"{INT4}-{sha256_of(Path(method))[:12]}{SUFFIX}"
+        if known not in (None, file.name):
+            return None
         write_bytes(file, Path(method).read_bytes())
         return _registered(llm, file)
     methods: tuple[Int4Method, ...] = ("gptq", "weighted") if method == AUTO_METHOD else (choose_method(method),)
@@ -92,7 +95,7 @@ def int4_for_search(
         model = runtime.skeleton.identity.model_dump(mode="json", exclude={"name"})
         key = json.dumps([settings, model, str(runtime.dtype)], sort_keys=True)
         file = parts_folder() / f"{INT4}-{hashlib.sha256(key.encode()).hexdigest()[:12]}{SUFFIX}"
-        if known is not None and file.name != known:
+        if known not in (None, file.name):
             continue
         if kind(file) == "file":
             try:
@@ -170,12 +173,12 @@ class QuantizedModel:
     seconds: float
 
 
-def check_quantized_out(out: Path, *, read: Sequence[str | None] = ()) -> None:
-    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it, not over `read`."""
+def check_quantized_out(out: Path) -> None:
+    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it."""
     if out.suffix != SUFFIX:
         raise SelfspecError(f"--out {out}: expected a file whose name ends in {SUFFIX}")
     for file in (out, out.with_suffix(".yaml")):
-        check_writable(file, read=read)
+        check_writable(file)
 
 
 def quantize(

@@ -10,7 +10,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,11 +126,10 @@ def files_in(folder: Path) -> list[Path]:
         raise SelfspecError(f"{folder}: cannot be read ({_reason(error)})") from None
 
 
-def check_writable(path: Path, *, read: Iterable[str | Path | None] = ()) -> None:
-    """Raise `SelfspecError` if no file can be written at `path`, or if it is one of `read`; leave no file behind.
+def check_writable(path: Path) -> None:
+    """Raise `SelfspecError` if no file can be written at `path`; leave no file behind.
 
-    `read`: the files that are read (None: no file). A symbolic link is refused: writing to it would replace either the
-    link or another file, unseen.
+    A symbolic link is refused: writing to it would replace either the link or another file, unseen.
     """
     if os.path.islink(path):
         raise SelfspecError(f"{path} is a symbolic link; expected a file to write; name what it leads to, or delete it")
@@ -140,14 +139,18 @@ def check_writable(path: Path, *, read: Iterable[str | Path | None] = ()) -> Non
         )
     if kind(path.parent) != "folder":
         raise SelfspecError(f"{path}: the folder {path.parent} does not exist; make it first")
-    files = [Path(file) for file in read if file is not None]
-    if files and path.resolve() in {file.resolve() for file in files if kind(file) == "file"}:
-        raise SelfspecError(f"{path}: is read, so it is not written over; expected another file to write")
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".selfspec-"):
             pass
     except OSError as error:
         raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
+
+
+def check_not_read(out: Path, *read: str | Path | None, what: str = "a file that is read") -> None:
+    """Raise `SelfspecError` if the file that `--out` names is one of those that a command reads (None: no file)."""
+    files = [Path(file) for file in read if file is not None]
+    if out.resolve() in {file.resolve() for file in files if kind(file) == "file"}:
+        raise SelfspecError(f"--out {out} would write over {what}; expected another path")
 
 
 def parse_json(text: str | bytes) -> Any:

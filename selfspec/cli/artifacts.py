@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TextColumn
 
-from selfspec.basics.files import check_writable, kind
+from selfspec.basics.files import check_not_read, check_writable, kind
 from selfspec.cli.command_options import QuantizeCommand
 from selfspec.cli.common import (
     checked_profile,
@@ -165,7 +165,8 @@ def run_quantize(command: QuantizeCommand) -> int:
     from selfspec.search.quantizing import check_quantized_out, quantize
 
     model = model_for(command.model, profile_named(command.profile))
-    check_quantized_out(command.out, read=[command.profile])
+    check_quantized_out(command.out)
+    check_not_read(command.out.with_suffix(".yaml"), command.profile)
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()
     command.device_options.set_threads()
@@ -210,7 +211,9 @@ def run_index(options: IndexCommand) -> None:
     begun = time.perf_counter()
     quiet()
     model = model_for(options.model, None)
-    check_writable(options.out, read=() if options.add else options.texts)
+    check_writable(options.out)
+    if not options.add:
+        check_not_read(options.out, *options.texts)
     existing: list[tuple[int, ...]] = []
     vocabulary = read_identity(model).vocabulary or 0
     if options.add and kind(options.out) != "missing":

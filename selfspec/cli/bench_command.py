@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, write_text
+from selfspec.basics.files import check_not_read, check_writable, write_text
 from selfspec.cli.common import (
     checked_profile,
     drafting_with,
@@ -118,7 +118,8 @@ def run(options: BenchCommand) -> int:
     methods = tuple(part.strip() for part in options.methods.split(","))
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
-        check_writable(options.out, read=[options.drafting.profile, options.drafting.store, *methods])
+        check_writable(options.out)
+        check_not_read(options.out, options.drafting.profile, options.drafting.store, *methods)
         options.data.check_not_written(options.out, f"--out {options.out}")
     wide = options.widen > 1
     if wide and options.device_options.device_map is not None:

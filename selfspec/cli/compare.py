@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from selfspec.basics.files import check_writable
+from selfspec.basics.files import check_not_read, check_writable
 from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark, texts_line
 from selfspec.cli.common import drafting_with, model_for, print_json, profile_named, quiet, size, stdout
 from selfspec.cli.options import CompareCommand
@@ -38,14 +38,14 @@ def run(options: CompareCommand) -> int:
     name = model_for(options.model, named_profile)
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
-        check_writable(options.out, read=[options.profile if isinstance(options.profile, str) else None])
+        check_writable(options.out)
         options.data.check_not_written(options.out, f"--out {options.out}")
     identity = read_identity(name)
     if named_profile is not None:
         check_profile(named_profile, identity)
     named_methods = _named(options)
     if options.out is not None:
-        check_writable(options.out, read=named_methods or ())
+        check_not_read(options.out, options.profile, *(named_methods or ()))
     raw_prompts = options.data.read(held_out=True)
     options.device_options.set_threads()
 

@@ -137,21 +137,22 @@ class DecodingRequest:
 
     def drafter(self, llm: LLM) -> Drafter:
         """Return the profile's drafter, with the controller of `--controller` if that is given."""
-        if self.controller is None:
-            return llm.drafter
-        if llm.profile is None or not llm.profile.drafts:
-            _say("--controller has no effect: without a profile that drafts, nothing is drafted")
-            return llm.drafter
-        return llm.guarded_drafter(llm.profile.with_controller(self.controller))
+        profile = self._controlled(llm)
+        return llm.drafter if profile is None else llm.guarded_drafter(profile)
 
     def drafter_in_batches(self, llm: LLM) -> Callable[[Any], Drafter] | None:
         """Return what makes a batch's drafter, with the controller of `--controller`; None if that is not given."""
+        profile = self._controlled(llm)
+        return None if profile is None else partial(llm.guarded_drafter_on, profile)
+
+    def _controlled(self, llm: LLM) -> Profile | None:
+        """Return the profile with the controller of `--controller`; None where it is not given, or has no effect."""
         if self.controller is None:
             return None
         if llm.profile is None or not llm.profile.drafts:
             _say("--controller has no effect: without a profile that drafts, nothing is drafted")
             return None
-        return partial(llm.guarded_drafter_on, llm.profile.with_controller(self.controller))
+        return llm.profile.with_controller(self.controller)
 
     def drafts_by(self, llm: LLM) -> str:
         """Return where the profile that `llm` drafts with comes from, and what it drafts with, in words."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, kind, parse_json, read_text
+from selfspec.basics.files import check_not_read, check_writable, kind, parse_json, read_text
 from selfspec.cli.common import quiet, stderr
 from selfspec.profile.shipped import find_profile_file
 from selfspec.text.prompt_template import is_unicode
@@ -101,8 +101,7 @@ def run(options: PlotOptions) -> None:
     """Draw one plot of a profile, a study, a benchmark or a training, and save it."""
     quiet()
     check_writable(options.out)
-    if options.out.resolve() in {Path(read).resolve() for read in (options.source, options.storage) if read}:
-        raise SelfspecError(f"--out {options.out} would write over the file to be drawn; expected another path")
+    check_not_read(options.out, options.source, options.storage, what="the file to be drawn")
     if options.title is not None and not is_unicode(options.title):
         raise SelfspecError("--title: the text is not valid Unicode")
     what = recognise(options.source, options.storage)

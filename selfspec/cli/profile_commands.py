@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.basics.files import check_writable, files_in
+from selfspec.basics.files import check_not_read, check_writable, files_in
 from selfspec.cli.common import checked_profile, print_json, printable, quiet, skip_map, stderr, stdout
 from selfspec.cli.plot import open_study
 from selfspec.cli.profile_text import facts, label, measurement_status, source
@@ -68,7 +68,8 @@ def join(files: Sequence[str], out: Path) -> None:
     quiet()
     if len(files) < 2:
         raise SelfspecError(f"{files[0]}: one profile; expected two or more to join")
-    check_writable(out, read=files)
+    check_writable(out)
+    check_not_read(out, *files)
     first, *others = (checked_profile(file) for file in files)
     for file, profile in zip(files, (first, *others), strict=True):
         if difference := first.model.mismatch(profile.model):
@@ -94,8 +95,7 @@ def import_profile(
     check_model_name(model)
     if out is not None:
         check_writable(out)
-        if out.resolve() == file.resolve():
-            raise SelfspecError(f"--out {out} would write over the file that is read; expected another path")
+        check_not_read(out, file, what="the file that is read")
     key, skip = read_published(file, key, format_name=format_name)
     identity = _identity(model, layers)
     try:
@@ -206,7 +206,8 @@ def run(
         raise SelfspecError(f"--max-draft-cost {max_draft_cost:g}: expected more than 0, as a share of a plain step")
     if extra_memory is not None and not extra_memory >= 0:
         raise SelfspecError(f"--extra-memory {extra_memory:g}: expected 0 or more, as a share of the model's bytes")
-    check_writable(out, read=[study, storage])
+    check_writable(out)
+    check_not_read(out, study, storage)
     from selfspec.search.trial_tables import as_profile, best_within, memory_of, pareto
 
     ledger = open_study(study, storage)

@@ -6,11 +6,10 @@ import platform
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, write_text
+from selfspec.basics.files import check_not_read, check_writable, write_text
 from selfspec.cli.common import checked_profile, load_llm, model_for, progress, quiet, stderr
 from selfspec.cli.input_options import EncodedPrompts
 from selfspec.cli.options import ReportCommand
@@ -80,8 +79,7 @@ def _check(options: ReportCommand) -> None:
     if options.storage is not None and options.study is None:
         raise SelfspecError(f"--storage {options.storage}: given without --study; expected the study's name, too")
     read = (options.profile, options.study, options.storage, options.bench)
-    if options.out.resolve() in {Path(source).resolve() for source in read if source}:
-        raise SelfspecError(f"--out {options.out} would write over a file to be shown; expected another path")
+    check_not_read(options.out, *read, what="a file to be shown")
     options.data.check_not_written(options.out, f"--out {options.out}")
 
 

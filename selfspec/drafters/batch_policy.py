@@ -17,11 +17,11 @@ from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 
 
-def bound_together(drafter: Drafter) -> None:
-    """Let the guards inside a drafter bound a batch as a whole, by the clock alone, seeded sequences included."""
+def bound_together(drafter: Drafter, together: bool = True) -> None:
+    """Let the guards inside a drafter bound a batch as a whole, by the clock alone, or each sequence by itself."""
     for inner in _inside(drafter):
         if isinstance(inner, Guard):
-            inner.bound_together(True)
+            inner.bound_together(together)
 
 
 def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
@@ -30,10 +30,9 @@ def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
     None: each sequence's controller decides. Drafters without a controller are unchanged. With a `load`, guards use
     measured times for all sequences of the batch, seeded sequences included.
     """
+    bound_together(drafter, load is not None)
     for inner in _inside(drafter):
-        if isinstance(inner, Guard):
-            inner.bound_together(load is not None)
-        elif isinstance(inner, ControlledDrafter):
+        if isinstance(inner, ControlledDrafter):
             inner.load = load
 
 

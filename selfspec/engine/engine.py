@@ -74,11 +74,7 @@ class Engine:
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
-        def reuses() -> bool:
-            self.reuse = self._reuse() if callable(self._reuse) else self._reuse
-            return self.reuse
-
-        self._resources.enter_context(self.runtime.session(0, reuse=reuses))
+        self.reuse = self._resources.enter_context(self.runtime.session(0, reuse=self._reuse))
         return self
 
     def __exit__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from itertools import count
 
 from selfspec.models.adapters import Adapters
 from selfspec.speculation.drafts import Outcome
@@ -41,13 +40,8 @@ class AdapterSwitcher:
 
         rounds = decoding(begin)
         try:
-            for number in count():
-                if number:  # a batch may have run rounds meanwhile
-                    self.adapters.use(name)
-                try:
-                    outcome = next(rounds)
-                except StopIteration:
-                    return
+            for outcome in rounds:
                 yield outcome
+                self.adapters.use(name)  # a batch may have run rounds meanwhile
         finally:
             rounds.close()

@@ -180,8 +180,7 @@ def prompt_logprobs(
     """Return each prompt token's log probability given the tokens before it, by one prefill of the prompt.
 
     The first token has none. `top`: how many of the most probable tokens at each position to return. `reuse`: as of
-    `Runtime.session`. Raises
-    `SelfspecError` if no KV cache can be allocated for the prompt.
+    `Runtime.session`. Raises `SelfspecError` if no KV cache can be allocated for the prompt.
     """
     scored = [TokenLogprobs(prompt[0], None)]
     chunk = max(1, LOGITS // (runtime.skeleton.identity.vocabulary or LOGITS))

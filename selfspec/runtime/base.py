@@ -97,8 +97,8 @@ class Runtime(ABC):
         return other
 
     @contextmanager
-    def session(self, slots: int, *, reuse: bool | Callable[[], bool] = False) -> Iterator[None]:
-        """Lock the runtime for one caller, which needs `slots` cache slots per row.
+    def session(self, slots: int, *, reuse: bool | Callable[[], bool] = False) -> Iterator[bool]:
+        """Lock the runtime for one caller, which needs `slots` cache slots per row; yield whether it reuses slots.
 
         Another thread's generation is waited for. Raises `BusyError` as `TurnLock.acquire` does.
 
@@ -112,7 +112,7 @@ class Runtime(ABC):
                 self.cache.clear(row)
             self.reserve(slots)
             self._begin()
-            yield
+            yield kept
         finally:
             self.turn_lock.release()
 

@@ -45,6 +45,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def ending() -> ApiError:
+    """Return the error of a request that comes, or is not answered, when the server ends."""
+    return ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+
+
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return an error of status 400, for a request that is invalid or not supported."""
     return ApiError(400, message, param=param, code=code)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from selfspec.basics.files import json_line
 from selfspec.server.middleware import NOTES, refusal
 from selfspec.server.protocol import ABORT
-from selfspec.server.request_schemas import ApiError
+from selfspec.server.request_schemas import ApiError, ending
 from selfspec.server.request_state import Call, EndReason, TextUpdate
 from selfspec.server.response_schemas import (
     ResponseSchema,
@@ -35,13 +35,6 @@ _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 LAST = 5  # seconds for responses to reach their clients once their texts have ended
 GONE = ApiError(499, "the client went away")
 TIMED_OUT = ApiError(504, "the request timed out before its first token", code="timeout")
-
-
-def ending() -> ApiError:
-    """Return the error of a request that comes, or is not answered, when the server ends."""
-    return ApiError(503, "the server is ending", headers={"Retry-After": "10"})
-
-
 _CUT = {
     EndReason.GONE: GONE,
     EndReason.TIME: TIMED_OUT,

@@ -18,10 +18,10 @@ from selfspec.server.metrics import Metrics
 from selfspec.server.middleware import Log, log_line
 from selfspec.server.protocol import Settings
 from selfspec.server.request_parser import ParsedRequest, RequestParser
-from selfspec.server.request_schemas import ApiError, BaseRequest, ChatBody, CompletionBody, read_body
+from selfspec.server.request_schemas import ApiError, BaseRequest, ChatBody, CompletionBody, ending, read_body
 from selfspec.server.request_state import Call
 from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
-from selfspec.server.responses import GONE, TIMED_OUT, Answer, ending, when_gone
+from selfspec.server.responses import GONE, TIMED_OUT, Answer, when_gone
 from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:

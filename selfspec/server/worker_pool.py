@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import trim_memory
-from selfspec.server.request_schemas import ApiError, wrong
+from selfspec.server.request_schemas import ApiError, ending, wrong
 from selfspec.server.request_state import Call, EndReason, TextJob, TextUpdate
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Replica:
     """A worker that decodes one batch on one thread; other threads only read its state.
 
     `device`: the model's device. `takes_plans`: whether a text's plan, made on the first replica's device, is used.
-    `jobs`: texts that have a cache row, or are about to get a row. `free` and
-    `num_slots`: the free and all slots of the batch's KV cache, after the last step.
+    `jobs`: texts that have a cache row, or are about to get a row. `free` and `num_slots`: the free and all slots of
+    the batch's KV cache, after the last step.
     """
 
     def __init__(self, batch: Batch, device: str = "cpu") -> None:
@@ -248,7 +248,7 @@ class WorkerPool:
         if num_texts > most:
             raise wrong(f"{num_texts} texts (n for each prompt); expected at most {most} texts", "n")
         if self._closing or not self.alive:
-            raise ApiError(503, "the server is ending", headers={"Retry-After": "10"})
+            raise ending()
         if self.running + len(self._pending) + num_texts > most:
             seconds = min(MOST_SECONDS, max(1, round(retry_after)))
             message = f"the queue is full: {self.running} texts are running, {len(self._pending)} wait; try again later"

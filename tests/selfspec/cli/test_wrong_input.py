@@ -391,5 +391,5 @@ def test_what_a_command_reads_it_does_not_write_over(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "is read, so it is not written over; expected another file" in capsys.readouterr().err.replace("\n", " ")
+    assert "would write over a file that is read; expected another path" in capsys.readouterr().err.replace("\n", " ")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
