@@ -50,6 +50,16 @@ def ending() -> ApiError:
     return ApiError(503, "the server is ending", headers={"Retry-After": "10"})
 
 
+def disconnected() -> ApiError:
+    """Return the error of a request whose client has disconnected; only the log shows it."""
+    return ApiError(499, "the client went away")
+
+
+def timed_out() -> ApiError:
+    """Return the error of a request that has no token when its time is up."""
+    return ApiError(504, "the request timed out before its first token", code="timeout")
+
+
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return an error of status 400, for a request that is invalid or not supported."""
     return ApiError(400, message, param=param, code=code)

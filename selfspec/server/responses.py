@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from selfspec.basics.files import json_line
 from selfspec.server.middleware import NOTES, refusal
 from selfspec.server.protocol import ABORT
-from selfspec.server.request_schemas import ApiError, ending
+from selfspec.server.request_schemas import ApiError, disconnected, ending, timed_out
 from selfspec.server.request_state import Call, EndReason, TextUpdate
 from selfspec.server.response_schemas import (
     ResponseSchema,
@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 LAST = 5  # seconds for responses to reach their clients once their texts have ended
-GONE = ApiError(499, "the client went away")
-TIMED_OUT = ApiError(504, "the request timed out before its first token", code="timeout")
-_CUT = {
-    EndReason.GONE: GONE,
-    EndReason.TIME: TIMED_OUT,
-    EndReason.SHUTDOWN: ending(),
-}
+_CUT = {EndReason.GONE: disconnected, EndReason.TIME: timed_out, EndReason.SHUTDOWN: ending}
 
 
 class Answer(Response):
@@ -177,9 +171,9 @@ def _problem(updates: list[TextUpdate]) -> ApiError | None:
         if update.error is not None:
             return update.error
         if update.end_reason is EndReason.GONE:
-            return GONE
+            return disconnected()
     cut = next((update.end_reason for update in updates if update.end_reason is not None), None)
-    return _CUT[cut] if cut is not None and all(map(cut_short, updates)) else None
+    return _CUT[cut]() if cut is not None and all(map(cut_short, updates)) else None
 
 
 def _noted(call: Call) -> dict[str, Any]:

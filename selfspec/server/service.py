@@ -18,10 +18,19 @@ from selfspec.server.metrics import Metrics
 from selfspec.server.middleware import Log, log_line
 from selfspec.server.protocol import Settings
 from selfspec.server.request_parser import ParsedRequest, RequestParser
-from selfspec.server.request_schemas import ApiError, BaseRequest, ChatBody, CompletionBody, ending, read_body
+from selfspec.server.request_schemas import (
+    ApiError,
+    BaseRequest,
+    ChatBody,
+    CompletionBody,
+    disconnected,
+    ending,
+    read_body,
+    timed_out,
+)
 from selfspec.server.request_state import Call
 from selfspec.server.response_schemas import CHAT, COMPLETION, ResponseSchema
-from selfspec.server.responses import GONE, TIMED_OUT, Answer, when_gone
+from selfspec.server.responses import Answer, when_gone
 from selfspec.server.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -81,7 +90,7 @@ async def read_raw(request: Request, *, most: int, seconds: float, take: Callabl
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {seconds:g} seconds") from None
     except ClientDisconnect:
-        raise GONE from None
+        raise disconnected() from None
     return bytes(body)
 
 
@@ -178,10 +187,10 @@ class Service:
             async with asyncio.timeout(self.settings.timeout):
                 return await parsing
         except TimeoutError:
-            raise TIMED_OUT from None
+            raise timed_out() from None
         except asyncio.CancelledError:
             if gone.done():
-                raise GONE from None
+                raise disconnected() from None
             raise
         finally:
             gone.cancel()

@@ -27,6 +27,7 @@ class TextStream:
         # Only a sliding window is decoded, so that a token's cost does not grow with the text.
         self._from, self._decoded = 0, len(self._tokens)
         self._pushed = len(self._tokens)  # tokens processed
+        self._prompt_text = self._decode(0, self._first)
         while self._decoded and self._decode(0, self._decoded).endswith(_INCOMPLETE):
             self._decoded -= 1  # the prompt ends within a character, whose text is still to come
         self._delayed = ""
@@ -65,8 +66,7 @@ class TextStream:
     def _next(self) -> str:
         """Process one more token; return the text that it completes."""
         self._pushed += 1
-        before = self._decode(self._from, self._decoded)
-        after = self._decode(self._from, self._pushed)
+        before, after = self._around(self._pushed)
         if len(after) > len(before) and not after.endswith(_INCOMPLETE):
             self._from, self._decoded = self._decoded, self._pushed
             self._length += len(after) - len(before)
@@ -76,12 +76,22 @@ class TextStream:
         self._ends.append(max(settled, self._ends[-1] if self._ends else 0))
         return ""
 
+    def _around(self, end: int) -> tuple[str, str]:
+        """Return the window's text that is settled, and its text with the tokens up to `end`.
+
+        Where the new tokens leave the prompt's text as it is, a last character that looks incomplete was a real U+FFFD,
+        or was never completed: then it is no part of the new text.
+        """
+        after = self._decode(self._from, end)
+        if self._decoded <= self._first and after.startswith(self._prompt_text):
+            return self._prompt_text, after
+        return self._decode(self._from, self._decoded), after
+
     def finish(self) -> None:
         """Decode the remaining tokens and release the delayed text; no more tokens may follow."""
         if self._full_length is not None:
             return
-        before = self._decode(self._from, self._decoded)
-        after = self._decode(self._from, len(self._tokens))
+        before, after = self._around(len(self._tokens))
         self._full_length = self._length + max(0, len(after) - len(before))
         if not self.stopped:
             self._add(after[len(before) :])
@@ -116,8 +126,10 @@ class TextStream:
     def text_of(self, i: int, token: int) -> str:
         """Return the text that `token` would have added as the i-th new token."""
         context = self._tokens[max(0, self._first + i - _CONTEXT) : self._first + i]
-        before = self._decoded_text(context).rstrip(_INCOMPLETE)
-        return self._decoded_text([*context, token])[len(before) :]
+        before, after = self._decoded_text(context), self._decoded_text([*context, token])
+        if len(after) == len(before) or not after.startswith(before):
+            before = before.rstrip(_INCOMPLETE)  # the token completes a character, or goes on with one
+        return after[len(before) :]
 
     def _decode(self, start: int, end: int) -> str:
         return self._decoded_text(self._tokens[start:end])

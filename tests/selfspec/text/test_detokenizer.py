@@ -56,6 +56,28 @@ def test_a_character_that_began_in_the_prompt_is_completed():
     assert text.text == "é"
 
 
+@pytest.mark.parametrize("prompt", ["a \ufffd", "\ufffd", "\ufffd\ufffd"])
+def test_a_prompt_that_ends_in_a_replacement_character_keeps_it(prompt):
+    text = TextStream(TOKENIZER, TOKENIZER(prompt).input_ids)
+    pieces = []
+    for token in TOKENIZER("bcé").input_ids:
+        text.push(token)
+        pieces.append(text.take())
+    text.finish()
+    assert "".join(pieces) == text.text == "bcé"
+    assert text.texts(len(pieces), "bcé") == pieces
+    assert text.text_of(0, TOKENIZER("b").input_ids[0]) == "b"
+
+
+def test_a_character_of_the_prompt_that_the_text_does_not_complete_is_the_prompts():
+    first, *_ = TOKENIZER("é").input_ids
+    text = TextStream(TOKENIZER, [first])
+    for token in TOKENIZER("bc").input_ids:
+        text.push(token)
+    text.finish()
+    assert text.text == "bc"
+
+
 def test_a_character_that_is_never_completed_shows_at_the_end():
     tokens = TOKENIZER("a😀").input_ids[:-1]
     pieces, whole = stream(tokens)
