@@ -30,14 +30,17 @@ def tables() -> ModuleType:
 
 
 def test_every_table_is_that_of_its_file(tables):
-    page = tables.PAGE.read_text(encoding="utf-8")
-    assert tables.filled(page) == page
-    assert sorted(found[1] for found in tables.MARK.findall(page)) == [file.stem for file in FILES]
+    shown = []
+    for page in tables.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert tables.filled(page) == text
+        shown += [found[2] for found in tables.MARK.findall(text) if found[1] == "results"]
+    assert sorted(shown) == [file.stem for file in FILES]
 
 
 def test_the_readmes_tables_are_those_of_the_files(tables):
     page = tables.README.read_text(encoding="utf-8")
-    assert tables.filled_readme(page) == page
+    assert tables.filled_readme() == page
     assert [found[1] for found in tables.ON_README.findall(page)] == ["first screen", "further settings"]
 
 
@@ -52,10 +55,12 @@ def test_a_file_says_where_its_figures_are_from_and_holds_no_texts(file):
 
 
 def test_every_table_names_its_command_and_links_to_its_file(tables):
-    page = tables.PAGE.read_text(encoding="utf-8")
+    pages = {page: page.read_text(encoding="utf-8") for page in tables.PAGES}
     for file in FILES:
         found = json.loads(file.read_text(encoding="utf-8"))
-        assert f"({file.relative_to(tables.PAGE.parent)}); `{found['command']}`" in page
+        [(page, text)] = [(page, text) for page, text in pages.items() if f"<!-- results: {file.stem} -->" in text]
+        assert f"{tables.link(found, page)}; `{found['command']}`" in text
+        assert (page.parent / tables.link(found, page).partition("(")[2].removesuffix(")")).resolve() == file.resolve()
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def test_what_is_slower_than_plain_decoding_is_listed(tables, run, tmp_path, mon
     rows = [{"size": size, "ratio": ratio, "method": "adaptive"} for size, ratio in ((4, 1.3), (8, 0.97))]
     (tmp_path / "batches.m.json").write_text(json.dumps({**about, "comparison": "batches", "rows": rows}))
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    listed = [[cell.strip() for cell in line.split("|")[2:-1]] for line in tables.losses().splitlines()[2:]]
+    listed = [[cell.strip() for cell in line.split("|")[2:-1]] for line in tables.losses(tables.PAGE).splitlines()[2:]]
     assert listed == [
         ["8 together", "selfspec", "0.97", ""],
         ["float32, at 0.8", "selfspec", "0.70", ""],
@@ -110,10 +115,14 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
     found = json.loads(file.read_text(encoding="utf-8"))
     methods = found["results"]["float32"]["0"]
     methods[max(methods)]["ratio_of_means"] += 1
-    (tmp_path / file.name).write_text(json.dumps(found), encoding="utf-8")
-    page = f"<!-- results: {file.stem} -->\n{tables.rendered(file.stem)}<!-- end -->"
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    assert tables.filled(page) != page
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / file.name).write_text(json.dumps(found), encoding="utf-8")
+    page = tmp_path / "page.md"
+    text = f"<!-- results: {file.stem} -->\n{tables.rendered(file.stem, page)}<!-- end -->"
+    page.write_text(text, encoding="utf-8")
+    assert tables.filled(page) == text
+    monkeypatch.setattr(tables, "FOLDER", tmp_path / "results")
+    assert tables.filled(page) != text
 
 
 def test_costs_of_passes_are_the_least_of_passes_by_turns_in_plain_steps():
@@ -137,5 +146,5 @@ def test_costs_by_context_are_a_table_where_the_file_has_them(tables):
     with_costs = tables.lengths({**found, "costs": {"float32": by_context}})
     assert with_costs.startswith(without)
     head, _, row = with_costs.removeprefix(without).strip().splitlines()
-    assert head == "| float32, tokens in the cache | plain step, ms | v(8) | c, int8 | c, int4 |"
-    assert row == "| 256 | 13.7 | 1.27 | 0.25 | 0.20 |"
+    assert head == "|  | tokens in the cache | plain step, ms | v(8) | c, int8 | c, int4 |"
+    assert row == "| float32 | 256 | 13.7 | 1.27 | 0.25 | 0.20 |"

@@ -86,6 +86,7 @@ class _RoundTimes:
     then: dict[int, float] = field(default_factory=dict)  # first median of `lately` since the last plain round
     denied: int = 0
     patience: int = PATIENCE
+    estimates: dict[DraftCall | int, float] = field(default_factory=dict)  # by call and width, until a round is added
 
     def see_plain(self, seconds: float) -> None:
         """Add the time of a plain round."""
@@ -115,6 +116,7 @@ class _RoundTimes:
             self.parts.setdefault(part, deque(maxlen=DRAFTED)).append(drafting * share / self.step)
         width = _width(-(-drafted // self.sequences))
         self.rest.setdefault(width, deque(maxlen=DRAFTED)).append(rest / self.step)
+        self.estimates.clear()
         if rest < self.step:
             self.plain.append(rest)
             self.step = _median(self.plain)
@@ -139,6 +141,7 @@ class _RoundTimes:
         if self.denied >= self.patience:
             self.parts.clear()
             self.rest.clear()
+            self.estimates.clear()
             self.denied, self.patience = 0, 2 * self.patience
 
     def part(self, part: DraftCall) -> float:
@@ -147,8 +150,10 @@ class _RoundTimes:
         A lookup runs no model: it is assumed to take `LOOKUP` of that. What a first call reads is in no cache: of the
         second, no more is expected than was assumed of the first.
         """
-        assumed = LOOKUP if part == LOOKUP_CALL else 1.0
-        return self.step * _expected(self.parts.get(part, ()), assumed / self.sequences)
+        if part not in self.estimates:
+            assumed = LOOKUP if part == LOOKUP_CALL else 1.0
+            self.estimates[part] = _expected(self.parts.get(part, ()), assumed / self.sequences)
+        return self.step * self.estimates[part]
 
     def draft(self, work: Work) -> float:
         """Return the seconds of a draft with this work."""
@@ -171,10 +176,12 @@ class _RoundTimes:
         more is expected of the second.
         """
         widest, steps = _width(nodes), 0.0
-        for width in WIDTHS[: WIDTHS.index(widest) + 1]:
-            if width in self.rest or width == widest:
-                steps = max(steps, _expected(self.rest.get(width, ()), max(FIRST_REST, WIDER * steps)))
-        return self.step * steps
+        if widest not in self.estimates:
+            for width in WIDTHS[: WIDTHS.index(widest) + 1]:
+                if width in self.rest or width == widest:
+                    steps = max(steps, _expected(self.rest.get(width, ()), max(FIRST_REST, WIDER * steps)))
+            self.estimates[widest] = steps
+        return self.step * self.estimates[widest]
 
 
 class Guard(DelegatingDrafter):
@@ -183,7 +190,7 @@ class Guard(DelegatingDrafter):
         seconds lost to drafting + this round's highest cost - t <= 1.65 t + 0.015 t (tokens + 1),   t: plain round
 
     So decoding takes at most 5% longer than plain decoding over 100 tokens, and 3% over 500, however wrong the drafts
-    are, if a plain step takes milliseconds: the guard itself takes 10 us a round, which is 2% of half a millisecond.
+    are, if a plain step takes milliseconds: the guard itself takes some 30 us a round, 6% of half a millisecond.
     The formula alone allows 3.2% and 1.8%; the remainder covers the guard, and rounds that take longer than estimated.
 
     A drafted round of s seconds that emits n tokens loses s - n t seconds, a gain if negative. A plain round loses
@@ -355,6 +362,9 @@ class Guard(DelegatingDrafter):
         """
         round_times, best, tokens = self.round_times, NOTHING, 0
         sized = _sizing(limit)
+        least = round_times.draft(self.drafter.max_work(sized(1, 1)) or UNKNOWN_WORK)
+        if share * (seconds - round_times.seconds_besides_drafting()) < least:
+            return NOTHING  # not even the smallest draft fits
         for nodes in (limit.nodes, *(width for width in reversed(WIDTHS) if width < limit.nodes)):
             left = share * (seconds - round_times.seconds_besides_drafting(nodes))
 

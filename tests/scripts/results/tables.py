@@ -1,10 +1,10 @@
-"""The tables of docs/results.md, and those of the README, from the JSON files of docs/results.
+"""The tables of docs/results.md, docs/notes/results-elsewhere.md and the README, from the JSON files of docs/results.
 
     python tests/scripts/results/tables.py            # writes them; a test fails where they differ
 
-A table stands between `<!-- results: COMPARISON.MACHINE -->` and `<!-- end -->`, and that of all losses between
-`<!-- where it loses -->` and `<!-- end -->`. The README's tables stand after `<!-- first screen -->` and
-`<!-- further settings -->`.
+A table stands between `<!-- results: COMPARISON.MACHINE -->` and `<!-- end -->`, that of the same file by task after
+`<!-- by task: COMPARISON.MACHINE -->`, and that of all losses after `<!-- where it loses -->`. The README's tables
+stand after `<!-- first screen -->` and `<!-- further settings -->`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PAGE, README = ROOT / "docs" / "results", ROOT / "docs" / "results.md", ROOT / "README.md"
-MARK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = (PAGE, ROOT / "docs" / "notes" / "results-elsewhere.md")
+MARK = re.compile(r"(<!-- (results|by task): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LOSSES = re.compile(r"(<!-- where it loses -->\n).*?(<!-- end -->)", re.DOTALL)
 ON_README = re.compile(r"(<!-- (first screen|further settings) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHOWN = {  # the machine whose figures the README has; its methods, and what it calls them
@@ -45,20 +46,20 @@ def ratio(values: list[float] | None) -> str:
     return "-" if values is None else "{:.2f} ({:.2f} to {:.2f})".format(*values)
 
 
-def condition(found: dict[str, Any]) -> str:
+def condition(found: dict[str, Any], page: Path) -> str:
     """Where, when and how the figures were measured, and a link to their file."""
     where = f"{found['machine']}: {found['processor']}, {found['instruction_set']}, {found['threads']} threads"
     what = f"{found['model']}; {found['source']}, up to {found['new_tokens']} tokens each"
     if "results" in found:
         methods = [of for some in found["results"].values() for one in some.values() for of in one.values()]
         what += f"; rounds: {max(of['rounds'] for of in methods)}"
-    return f"*{where}; {what}; {found['date']}, commit {found['commit']}; {link(found)}; `{found['command']}`.*"
+    return f"*{where}; {what}; {found['date']}, commit {found['commit']}; {link(found, page)}; `{found['command']}`.*"
 
 
-def link(found: dict[str, Any]) -> str:
-    """A link to the JSON file."""
+def link(found: dict[str, Any], page: Path) -> str:
+    """A link from a page of docs to the JSON file."""
     file = f"{found['comparison']}.{found['machine']}.json"
-    return f"[{file}]({FOLDER.name}/{file})"
+    return f"[{file}]({'' if page.parent == FOLDER.parent else '../'}{FOLDER.name}/{file})"
 
 
 def setting(dtype: str, temperature: str) -> str:
@@ -67,56 +68,97 @@ def setting(dtype: str, temperature: str) -> str:
     return f"{'float32, held in 16 bits' if dtype == 'held' else dtype}, {how}"
 
 
+def grouped(head: list[str], groups: list[tuple[str, list[list[str]]]]) -> str:
+    """A table of several groups of rows; the first row of a group begins with its name."""
+    named = [[name if i == 0 else "", *row] for name, rows in groups for i, row in enumerate(rows)]
+    return table([head, *named])
+
+
+def settings(found: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """The settings of a file, in words, and what was measured in each, by method."""
+    return [
+        (setting(dtype, temperature), methods)
+        for dtype, temperatures in found["results"].items()
+        for temperature, methods in temperatures.items()
+    ]
+
+
 def whole(found: dict[str, Any]) -> str:
-    """Tables of speed, ratios to plain decoding, TTFT and equal texts by method, and of ratios by task."""
-    parts = []
-    for dtype, temperatures in found["results"].items():
-        for temperature, methods in temperatures.items():
-            head = ["method", "tokens/s", "/ plain, means", "median (95%)", "first token, ms", "/ plain after it"]
-            rows = [[setting(dtype, temperature) if i == 0 else of for i, of in enumerate(head)]]
-            rows[0] += ["same text"] if temperature == "0" else []
-            for name, of in methods.items():
-                rows.append(
-                    [name, f"{of['tokens_per_second']:.1f}", f"{of['ratio_of_means']:.2f}", ratio(of["median"])]
-                )
-                rows[-1] += [f"{of['first_ms']:.0f}", ratio(of["after_first"])]
-                rows[-1] += [f"{of['same_text']} of {of['prompts']}"] if temperature == "0" else []
-            parts.append(table(rows))
-            names = list(next(iter(methods.values()))["by_task"])
-            if len(names) > 1:
-                tasks = [["by task, / plain, means", *names]]
-                tasks += [
-                    [name, *(f"{of['by_task'][task]:.2f}" for task in names)]
-                    for name, of in methods.items()
-                    if name != "plain"
-                ]
-                parts.append(table(tasks))
-    return "\n\n".join(parts)
+    """A table of speed, ratios to plain decoding, TTFT and equal texts by setting and method."""
+
+    def row(name: str, of: dict[str, Any], *, greedy: bool) -> list[str]:
+        ratios = [f"{of['tokens_per_second']:.1f}", f"{of['ratio_of_means']:.2f}", ratio(of["median"])]
+        same = f"{of['same_text']} of {of['prompts']}" if greedy else "-"
+        return [name, *ratios, f"{of['first_ms']:.0f}", ratio(of["after_first"]), same]
+
+    head = [
+        "",
+        "method",
+        "tokens/s",
+        "/ plain, means",
+        "median (95%)",
+        "first token, ms",
+        "/ plain after it",
+        "same text",
+    ]
+    return grouped(
+        head,
+        [
+            (name, [row(method, of, greedy=name.endswith("greedy")) for method, of in methods.items()])
+            for name, methods in settings(found)
+        ],
+    )
+
+
+def by_task(found: dict[str, Any]) -> str:
+    """A table of ratios to plain decoding by setting, method and task."""
+    tasks = list(next(iter(settings(found)[0][1].values()))["by_task"])
+    return grouped(
+        ["/ plain, means", "method", *tasks],
+        [
+            (name, [[method, *(f"{of['by_task'][task]:.2f}" for task in tasks)] for method, of in rest])
+            for name, methods in settings(found)
+            if (rest := [(method, of) for method, of in methods.items() if method != "plain"])
+        ],
+    )
 
 
 def lengths(found: dict[str, Any]) -> str:
     """Tables of TTFT, of the ratio to plain decoding after it, and of costs, by length of the prompt."""
-    parts = []
-    for dtype, temperatures in found["results"].items():
-        for temperature, methods in temperatures.items():
-            names = list(next(iter(methods.values()))["by_task"])
-            rows = [[setting(dtype, temperature), *(f"{name} tokens: first, s" for name in names)]]
-            rows[0] += [f"{name}: / plain after it" for name in names]
-            for method, of in methods.items():
-                rows.append([method, *(f"{of['first_ms_by_task'][name] / 1e3:.2f}" for name in names)])
-                rows[-1] += [f"{of['after_first_by_task'][name]:.2f}" for name in names]
-            parts.append(table(rows))
-    parts += [costs(dtype, by_context) for dtype, by_context in found.get("costs", {}).items()]
-    return "\n\n".join(parts)
+    lengths = list(next(iter(settings(found)[0][1].values()))["by_task"])
+    head = ["", "method", *(f"{name} tokens: first, s" for name in lengths)]
+    head += [*(f"{name}: / plain after it" for name in lengths), "same text"]
+
+    def row(method: str, of: dict[str, Any], *, greedy: bool) -> list[str]:
+        firsts = [f"{of['first_ms_by_task'][name] / 1e3:.2f}" for name in lengths]
+        after = [f"{of['after_first_by_task'][name]:.2f}" for name in lengths]
+        return [method, *firsts, *after, f"{of['same_text']} of {of['prompts']}" if greedy else "-"]
+
+    measured = grouped(
+        head,
+        [
+            (name, [row(method, of, greedy=name.endswith("greedy")) for method, of in methods.items()])
+            for name, methods in settings(found)
+        ],
+    )
+    return "\n\n".join([measured, *([costs(found["costs"])] if found.get("costs") else [])])
 
 
-def costs(dtype: str, by_context: dict[str, dict[str, float]]) -> str:
+def costs(by_dtype: dict[str, dict[str, dict[str, float]]]) -> str:
     """A table of a plain step, and in plain steps of verification and draft steps, by tokens in the KV cache."""
-    rows = [[f"{dtype}, tokens in the cache", "plain step, ms", "v(8)", "c, int8", "c, int4"]]
-    for context, of in by_context.items():
-        shares = [f"{of[name]:.2f}" for name in ("v8", "int8", "int4")]
-        rows.append([context, f"{of['plain'] * 1e3:.1f}", *shares])
-    return table(rows)
+    return grouped(
+        ["", "tokens in the cache", "plain step, ms", "v(8)", "c, int8", "c, int4"],
+        [
+            (
+                dtype,
+                [
+                    [context, f"{of['plain'] * 1e3:.1f}", *(f"{of[name]:.2f}" for name in ("v8", "int8", "int4"))]
+                    for context, of in by_context.items()
+                ],
+            )
+            for dtype, by_context in by_dtype.items()
+        ],
+    )
 
 
 def together(found: dict[str, Any]) -> str:
@@ -151,12 +193,12 @@ RENDERED = {
 }
 
 
-def losses() -> str:
+def losses(page: Path) -> str:
     """A table of what is slower than plain decoding: methods of selfspec, in all files, in all or in some part."""
     rows = [["measured", "setting", "method", "/ plain, means", "parts below 1"]]
     for file in sorted(FOLDER.glob("*.json"), key=lambda file: file.stem):
         found = json.loads(file.read_text(encoding="utf-8"))
-        where = f"{link(found)}, commit {found['commit']}, {found['date']}"
+        where = f"{link(found, page)}, commit {found['commit']}, {found['date']}"
         rows += [[where, *row] for row in slower(found)]
     return table(rows)
 
@@ -164,16 +206,15 @@ def losses() -> str:
 def slower(found: dict[str, Any]) -> list[list[str]]:
     """Setting, method, ratio and slower parts of each method of selfspec that loses, by the figures as shown."""
     rows = []
-    for dtype, temperatures in found.get("results", {}).items():
-        for temperature, methods in temperatures.items():
-            for name, of in methods.items():
-                parts, unit = of["by_task"], ""
-                if RENDERED[found["comparison"]] is lengths:
-                    parts, unit = of["after_first_by_task"], " tokens, after the first one:"
-                below = [f"{part}{unit} {ratio:.2f}" for part, ratio in parts.items() if loses(ratio)]
-                if not name.startswith(NOT_OURS) and (below or loses(of["ratio_of_means"])):
-                    below = below if len(parts) > 1 else []
-                    rows.append([setting(dtype, temperature), name, f"{of['ratio_of_means']:.2f}", "; ".join(below)])
+    for name, methods in settings(found) if "results" in found else []:
+        for method, of in methods.items():
+            parts, unit = of["by_task"], ""
+            if RENDERED[found["comparison"]] is lengths:
+                parts, unit = of["after_first_by_task"], " tokens, after the first one:"
+            below = [f"{part}{unit} {ratio:.2f}" for part, ratio in parts.items() if loses(ratio)]
+            if not method.startswith(NOT_OURS) and (below or loses(of["ratio_of_means"])):
+                below = below if len(parts) > 1 else []
+                rows.append([name, method, f"{of['ratio_of_means']:.2f}", "; ".join(below)])
     for row in found.get("rows", []):
         if loses(row["ratio"]):
             what = f"{row['size']} together" if "size" in row else row["schema"]
@@ -186,16 +227,18 @@ def loses(ratio: float) -> bool:
     return round(ratio, 2) < 1
 
 
-def rendered(name: str) -> str:
-    """The table of a file of docs/results, with its conditions."""
+def rendered(name: str, page: Path, kind: str = "results") -> str:
+    """The table of a file of docs/results, with its conditions; or its table by task, whose conditions are these."""
     found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return f"\n{RENDERED[found['comparison']](found)}\n\n{condition(found)}\n\n"
+    if kind == "by task":
+        return f"\n{by_task(found)}\n\n"
+    return f"\n{RENDERED[found['comparison']](found)}\n\n{condition(found, page)}\n\n"
 
 
-def filled(page: str) -> str:
-    """The page with every table made anew."""
-    page = MARK.sub(lambda found: found[1] + rendered(found[2]) + found[3], page)
-    return LOSSES.sub(lambda found: f"{found[1]}\n{losses()}\n\n{found[2]}", page)
+def filled(page: Path) -> str:
+    """A page's text with every table made anew."""
+    text = MARK.sub(lambda found: found[1] + rendered(found[3], page, found[2]) + found[4], page.read_text("utf-8"))
+    return LOSSES.sub(lambda found: f"{found[1]}\n{losses(page)}\n\n{found[2]}", text)
 
 
 def measured(comparison: str) -> dict[str, Any]:
@@ -234,15 +277,17 @@ def further_settings() -> str:
 ON_FIRST_SCREEN = {"first screen": first_screen, "further settings": further_settings}
 
 
-def filled_readme(page: str) -> str:
-    """The README with its tables made anew."""
-    return ON_README.sub(lambda found: f"{found[1]}\n{ON_FIRST_SCREEN[found[2]]()}\n\n{found[3]}", page)
+def filled_readme() -> str:
+    """The README's text with its tables made anew."""
+    text = README.read_text(encoding="utf-8")
+    return ON_README.sub(lambda found: f"{found[1]}\n{ON_FIRST_SCREEN[found[2]]()}\n\n{found[3]}", text)
 
 
 def write() -> None:
-    """Make every table of the page and of the README anew."""
-    for page, made in ((PAGE, filled), (README, filled_readme)):
-        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
+    """Make every table of the pages and of the README anew."""
+    for page in PAGES:
+        page.write_text(filled(page), encoding="utf-8")
+    README.write_text(filled_readme(), encoding="utf-8")
 
 
 if __name__ == "__main__":
