@@ -32,6 +32,9 @@ class GenerateCommand:
     ] = None
     decoding: DecodingOptions
     data: ManyPrompts
+    limit: Annotated[
+        int | None, many_option("--num-prompts", min=1, metavar="N", help="Decode the first N prompts; all by default.")
+    ] = None
     batch_size: Annotated[
         int | None, many_option(min=1, metavar="N", help="Batch size: prompts decoded together; 8 by default.")
     ] = None

@@ -59,7 +59,7 @@ def run_many(command: GenerateCommand) -> int:
     how = request.complete(llm, how)
     chat = command.data.chat or (chat and takes_messages(llm))
     jobs = []
-    for index, text in enumerate(raw_prompts.texts):
+    for index, text in enumerate(raw_prompts.texts[: command.limit]):
         prompt, error = list[int](), None
         try:
             prompt = encode(llm, text, chat=chat, system=command.system)

@@ -74,6 +74,15 @@ def test_the_last_line_says_how_much_was_decoded_and_where_it_is(folder, monkeyp
     assert capsys.readouterr().err == ""
 
 
+def test_the_first_prompts_alone_and_then_more(folder, monkeypatch, capsys):
+    assert many(monkeypatch, "--num-prompts", 2) == 0
+    assert sorted(results(folder)) == [0, 1]
+    capsys.readouterr()
+    assert many(monkeypatch, "--num-prompts", 3) == 0
+    assert "2 of 3 are done already" in capsys.readouterr().err
+    assert sorted(results(folder)) == [0, 1, 2]
+
+
 def test_what_the_file_has_is_not_made_again(folder, monkeypatch, capsys):
     assert many(monkeypatch) == 0
     whole = (folder / "out.jsonl").read_text()
@@ -159,6 +168,7 @@ def test_a_generation_configuration_counts_by_what_it_says(folder, monkeypatch, 
         (("import", "--out", "o"), "--out is for many prompts; expected --prompts FILE with it"),
         (("import", "--memory", "1"), "--memory is for many prompts"),
         (("import", "--batch-size", "2"), "--batch-size is for many prompts"),
+        (("import", "--num-prompts", "2"), "--num-prompts is for many prompts"),
         (("import", "--column", "a"), "--column and --template: given without --prompts"),
         (("--prompts", "prompts.jsonl", "--out", "o", "--memory", "0.000001"), "give more memory"),
     ],

@@ -58,7 +58,7 @@ COMMANDS = {
             *("compare", "color", "json", *LAST),
         ],
         **DECODING,
-        "Many prompts": ["prompts", "column", "template", "batch-size", "memory", "out"],
+        "Many prompts": ["prompts", "column", "template", "num-prompts", "batch-size", "memory", "out"],
     },
     "chat": {
         "Options": [*("model", "profile", "max-new-tokens", "temperature", "stop", "system", "color"), *LAST],
@@ -197,6 +197,7 @@ def test_a_shell_completes_commands_and_options(typed, completed, monkeypatch, c
     monkeypatch.setenv("_SELFSPEC_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"selfspec {typed}")
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # else `python -m pytest` gives the command's name
     assert helped(monkeypatch, capsys) == completed
 
 
