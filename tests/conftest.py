@@ -123,7 +123,7 @@ def told_layout(request) -> None:
         patch.setattr("selfspec.models.layout.measure_layouts", lambda model: times)
         patch.setattr("selfspec.models.layout._UNTIMED", False)
         patch.setattr("selfspec.models.layout.measure_as_stored", lambda linears: times)
-        patch.setattr("selfspec.llm.local_costs.measure_costs", lambda runtime, path: {})
+        patch.setattr("selfspec.llm.local_costs.measure_shares", lambda runtime, path: {})
         yield
 
 

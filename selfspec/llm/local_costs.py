@@ -124,7 +124,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
     file = _file(runtime, path)
     known = _validated(read_cached(file))
     if known is None:
-        known = measure_costs(runtime, draft_path(runtime, profile.layer_skip, profile))
+        known = measure_shares(runtime, draft_path(runtime, profile.layer_skip, profile))
         if not known:
             return payoff if profile.costs else None
         write_cached(file, known)
@@ -138,7 +138,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
     )
 
 
-def measure_costs(runtime: Runtime, path: DraftPath) -> Shares:
+def measure_shares(runtime: Runtime, path: DraftPath) -> Shares:
     """Time rounds in the decoding loop; return the median costs, or an empty dict if the context is too short.
 
     Raises `BusyError` while the runtime has a stream.
@@ -198,7 +198,7 @@ def _file(runtime: Runtime, path: DraftPath) -> Path:
 
 
 def _validated(data: Any) -> Shares | None:
-    """Return costs read from JSON in the form that `measure_costs` returns; None if the data is not of that form."""
+    """Return costs read from JSON in the form that `measure_shares` returns; None if the data is not of that form."""
     shares = table_of(data)
     sound = shares and set(shares) == {"round", "draft"} and {1, 2} <= set(shares["round"]) and 1 in shares["draft"]
     return shares if sound else None

@@ -9,7 +9,7 @@ import selfspec
 from selfspec.drafters import Guard, PlainDrafter, Route, Router, calibrate
 from selfspec.llm import local_costs
 from selfspec.llm.llm import LLM
-from selfspec.llm.local_costs import local_payoff, measure_costs
+from selfspec.llm.local_costs import local_payoff, measure_shares
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import LeanRuntime
@@ -35,7 +35,7 @@ def passes(monkeypatch, tmp_path):
         return forward(self, tokens, positions, path=path, **options)
 
     monkeypatch.setattr(LeanRuntime, "forward", timed)
-    monkeypatch.setattr(local_costs, "measure_costs", measure_costs)
+    monkeypatch.setattr(local_costs, "measure_shares", measure_shares)
     monkeypatch.setattr(local_costs.time, "perf_counter", lambda: now[0])
     return ran
 
