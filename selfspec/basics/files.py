@@ -187,9 +187,7 @@ def write_bytes(path: Path, *data: bytes | memoryview) -> None:
             file.writelines(data)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
+        set_mode(name, 0o666)
         os.replace(name, path)
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
@@ -197,6 +195,13 @@ def write_bytes(path: Path, *data: bytes | memoryview) -> None:
         if isinstance(error, OSError):  # such as a full disk
             raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
         raise
+
+
+def set_mode(path: str | Path, mode: int) -> None:
+    """Give a temporary file or folder the permissions of one that is made as usual: `mode`, less the umask."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, mode & ~umask)
 
 
 @contextlib.contextmanager

@@ -84,13 +84,15 @@ def stdout() -> Console:
 
 
 def checked_profile(name: str) -> Profile:
-    """Read a profile from a file or by a shipped profile's name, and check its controller.
+    """Read a profile from a file or by a shipped profile's name, and check its controllers.
 
     Raises `SelfspecError`, with the name, if the profile is missing or invalid.
     """
     profile = find_profile_file(name)
     try:
-        make_controller(profile.layer_skip.controller)
+        for spec in (spec for each in profile.alternatives for spec in each.draft.leaf_specs):
+            if (controller := getattr(spec, "controller", None)) is not None:
+                make_controller(controller)
     except SelfspecError as error:
         raise SelfspecError(f"{name}: {error}") from None
     return profile

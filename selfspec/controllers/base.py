@@ -85,13 +85,13 @@ class Controller(ABC):
         return 0
 
     def observe(  # noqa: B027 (a controller need not learn)
-        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: int = 0
     ) -> None:
         """Learn from a verified draft; by default nothing.
 
         `confidences`: the confidences of the drafted tokens, of which the first `accepted` were accepted. `candidates`:
-        how many tokens were verified at all positions together (None: the drafted tokens alone). `other`: whether
-        another candidate was accepted at the first position whose drafted token was rejected.
+        how many tokens were verified at all positions together (None: the drafted tokens alone). `other`: how many
+        tokens of other branches were accepted after them, such as another candidate for the first rejected one.
         """
 
     def with_payoff(self, payoff: PayoffModel, *, rate: float | None = None) -> Self:

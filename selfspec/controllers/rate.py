@@ -182,7 +182,7 @@ class RateOptimal(Controller):
         return self.floor if drafted < self.k_max else math.inf
 
     def observe(
-        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: int = 0
     ) -> None:
         """Update the curve at the verified confidences, and the rate by the round's tokens and expected time.
 

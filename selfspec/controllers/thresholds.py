@@ -111,7 +111,7 @@ class AdaptiveThreshold(Controller):
         return self.floor if drafted < self.k_max else math.inf
 
     def observe(
-        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: bool = False
+        self, confidences: Sequence[float], accepted: int, *, candidates: int | None = None, other: int = 0
     ) -> None:
         """Update the running mean of the acceptance rate, and the threshold."""
         if not confidences:

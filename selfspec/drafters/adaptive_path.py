@@ -264,7 +264,7 @@ class ClaspDrafter(AdaptivePathDrafter):
         )
         self.skip, self.every = skip, every
         self.hidden = tuple(range(layers + 1))
-        self._hidden_states: dict[SequenceState, list[Tensor]] = {}
+        self._hidden_states: dict[SequenceState, tuple[int, list[Tensor]]] = {}  # and the text's length
         self._rounds: dict[SequenceState, int] = {}
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -273,7 +273,8 @@ class ClaspDrafter(AdaptivePathDrafter):
         self._rounds[seq] = rounds = self._rounds.get(seq, -1) + 1
         if rounds % self.every == 0 and seq.remaining:
             row = [0, *(node + 1 for node in outcome.path)][: len(outcome.tokens)][-1]
-            self._hidden_states[seq] = [outcome.step.hidden[layer][0, row].clone() for layer in self.hidden]
+            states = [outcome.step.hidden[layer][0, row].clone() for layer in self.hidden]
+            self._hidden_states[seq] = len(seq.tokens), states
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence."""
@@ -282,8 +283,10 @@ class ClaspDrafter(AdaptivePathDrafter):
         self._rounds.pop(seq, None)
 
     def _choose(self, seq: SequenceState) -> SkipSet | None:
-        streams = self._hidden_states.pop(seq, None)
-        if streams is None:
+        length, streams = self._hidden_states.pop(seq, (0, ()))
+        if length != len(seq.tokens):
+            if streams:  # of an earlier round, as none was asked for since: choose after the next one
+                self._rounds[seq] = -1
             return None
         layers = self._programme(seq, streams)
         return SkipSet(layers, layers)

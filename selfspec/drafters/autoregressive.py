@@ -114,7 +114,10 @@ class ChainDrafter(ControlledDrafter):
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return a draft for each sequence, with the further candidates that the controller asks for."""
-        most = [(min(limit.depth, limit.nodes), limit.lookup) for limit in limits]
+        most = [
+            (self._room(seq, min(limit.depth, limit.nodes)), limit.lookup)
+            for seq, limit in zip(seqs, limits, strict=True)
+        ]
         load = self.load if len(seqs) > 1 else None
         self._few = load is None or len(seqs) <= FEW
         chains = (
@@ -131,6 +134,10 @@ class ChainDrafter(ControlledDrafter):
             if load is not None:
                 load.record_pass(sum(chain.passes[-1] for chain in live if chain.passes), clock() - start)
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
+
+    def _room(self, seq: SequenceState, max_tokens: int) -> int:
+        """Return how many of `max_tokens` tokens can be drafted after the sequence. Called once before each draft."""
+        return max_tokens
 
     def _most_checked(self, chain: Chain) -> int:
         """Return the most lookup tokens that the draft's next pass checks; 0 in batches of more than `FEW`."""

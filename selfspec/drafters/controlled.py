@@ -77,12 +77,12 @@ class ControlledDrafter:
             state.finish(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
-        """Report to the controller how many drafted tokens were accepted, and whether a further candidate was."""
+        """Report to the controller how many drafted tokens were accepted, and how many of other branches."""
         draft, path = outcome.draft, outcome.path
         if not draft.confidence:  # no controller took part in this draft
             return
         accepted = sum(node < len(draft.confidence) for node in path)
-        other = len(path) > accepted
+        other = len(path) - accepted
         if seq in self._histories:
             self._histories[seq].record(accepted > 0)
         self.controller_of(seq).observe(draft.confidence, accepted, candidates=len(draft), other=other)

@@ -92,10 +92,9 @@ class ModelDrafter(LayerSkipDrafter):
         self._right.pop(seq, None)
         self._missing.pop(seq, None)
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
-        """Return a draft without tokens, limited by the draft model's context length."""
-        left = self.runtime.skeleton.context - len(seq.tokens)
-        return super()._start_chain(seq, max(min(max_tokens, left), 0), max_lookup)
+    def _room(self, seq: SequenceState, max_tokens: int) -> int:
+        """Return as many tokens as fit the draft model's context length."""
+        return max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0)
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute raw logits as the base class does, reading the uncached tokens first or in the same pass."""
@@ -181,12 +180,11 @@ class CrossVocabularyDrafter(ChainDrafter):
         super().end(seq)
         self._texts.pop(seq, None)
 
-    def _start_chain(self, seq: SequenceState, max_tokens: int, max_lookup: int) -> Chain:
-        """Tokenise the text for the draft model; return an empty draft, limited by that model's context length."""
+    def _room(self, seq: SequenceState, max_tokens: int) -> int:
+        """Tokenise the text for the draft model; return as many tokens as fit that model's context length."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = (self.words.read(seq.tokens) or []) if max_tokens else []
-        left = self.runtime.skeleton.context - len(text) if text else 0
-        return super()._start_chain(seq, max(min(max_tokens, left), 0), max_lookup)
+        return max(min(max_tokens, self.runtime.skeleton.context - len(text)), 0) if text else 0
 
     def _pass(self, chains: Sequence[Chain]) -> None:
         """Compute the raw logits after each draft's last token and its lookup tokens, over the target's vocabulary.

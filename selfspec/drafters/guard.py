@@ -286,8 +286,8 @@ class Guard(DelegatingDrafter):
 
         All sequences of a round draft the same number of tokens.
         """
-        if not isinstance(self.drafter, RoundPlanner):
-            return None
+        if not isinstance(self.drafter, RoundPlanner) or any(seq.continuation is not None for seq in seqs):
+            return None  # a guided round runs on the host
         if not ahead:
             self._planned.clear()
         timed, begun = {seq for seq in seqs if self._timed(seq)}, self._clock()

@@ -54,12 +54,13 @@ def check_drafts(profile: Profile) -> None:
 def with_fixed_length(profile: Profile, tokens: int) -> Profile:
     """Return the profile with drafts as other engines make them: always `tokens` tokens, in a sequence.
 
-    Candidates, additional lookup tokens, retrieval stores, confidences and draft vocabularies are removed.
+    Candidates, additional lookup tokens, retrieval stores, earlier answers, confidences and draft vocabularies are
+    removed.
     """
     spec = profile.draft
     update: dict[str, object] = {"candidates": 1, "proposers": None, "confidence": None, "vocabulary": None}
     if isinstance(spec, LookupSpec):
-        proposers = [proposer for proposer in spec.proposers if proposer.kind != "store"]
+        proposers = [proposer for proposer in spec.proposers if proposer.kind not in ("store", "answers")]
         update = {"proposers": proposers or [ProposerSpec()]}
     known = type(spec).model_fields
     bare = profile.model_copy(

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import disk_errors, files_in, kind
+from selfspec.basics.files import disk_errors, files_in, kind, set_mode
 from selfspec.export.expected import Expected, check_tokens, expected_by_rehearsal, expected_from_profile
 from selfspec.export.exporter import Exporter, ExportJob, ExportPlan, ExportResult, check_drafts
 from selfspec.export.gguf_files import check_type
@@ -64,9 +64,7 @@ def staged_folder(out: Path, *, force: bool) -> Iterator[Path]:
 
 def _put(made: Path, out: Path) -> None:
     """Move the folder `made` to `out`; if `out` exists, move the entries of `made` into it, replacing equal names."""
-    umask = os.umask(0)
-    os.umask(umask)
-    made.chmod(0o777 & ~umask)
+    set_mode(made, 0o777)
     if not out.is_dir():
         made.rename(out)
         return

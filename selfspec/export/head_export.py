@@ -200,7 +200,8 @@ def _mlp(part: PartFile, target: Runtime) -> HeadFiles:
     net, vocabulary = part.settings["net"], target.skeleton.identity.vocabulary or 0
     places, tied = int(net["places"]), bool(net.get("tied", False))
     tensors = {name: t for name, t in part.tensors.items() if name.split(".")[0] in ("proj", "ln")}
-    embedding = target.model.get_input_embeddings().weight.detach().cpu().float()
+    ids = torch.arange(vocabulary, device=target.device)
+    embedding = target.skeleton.embed(ids[None])[0].detach().cpu().float()  # with the family's multiplier
     for k in range(1 if tied else places):
         table = part.tensors[f"emb.{k}.weight"]
         tensors[f"emb.{k}.weight"] = table if net.get("tables") else (embedding @ table.float().T).bfloat16()

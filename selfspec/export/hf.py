@@ -54,12 +54,12 @@ class Transformers(Exporter):
         if not path.runs(job.llm.identity.layers):
             return _itself(job, note=_NO_MODEL)
         if path.low_precision:
-            lost = (*lost, "the draft model's quantised weights: it runs in its own dtype")
+            lost = (*lost, "the draft model's quantised weights: it runs unquantised")
         return ExportPlan(description, partial(_sublayers, job, path), path=in_full(path), limitations=lost)
 
     def plan_model(self, job: ExportJob, spec: ModelSpec) -> ExportPlan:
         """Return the plan for a separate assistant model."""
-        lost = (f"{spec.bits} weights: the draft model runs in its own dtype",) if spec.bits else ()
+        lost = (f"{spec.bits} weights: the draft model runs unquantised",) if spec.bits else ()
         return ExportPlan(f"the model {spec.model}", partial(_another, job, spec), limitations=lost)
 
     def plan_head(self, job: ExportJob, part: PartFile, places: int) -> ExportPlan:

@@ -68,7 +68,7 @@ class FolderExporter(Exporter):
     def _quantization_limitation(self, bits: str) -> str:
         """Return the limitation for weights in int8 or int4."""
         if self.quantises is None:
-            return "quantised weights: the draft model runs in its own dtype"
+            return "quantised weights: the draft model runs unquantised"
         return (
             f"weights in {bits.removeprefix('int')} bits: all weights of the draft model become {self.quantises} "
             "(e4m3) when it is loaded"

@@ -188,11 +188,13 @@ def layers_folder(job: ExportJob, path: DraftPath, folder: Path, generation: Gen
 def other_model(job: ExportJob, spec: ModelSpec) -> tuple[Any, Any]:
     """Return the draft model that a profile names and its tokenizer, loaded on the CPU.
 
-    A folder beside the profile takes precedence over other names. Raises `SelfspecError` if loading fails.
+    Its dtype is the profile's; where that is `auto`, the target's. A folder beside the profile takes precedence over
+    other names. Raises `SelfspecError` if loading fails.
     """
     local_folder = None if job.profile.folder is None else job.profile.folder / spec.model
     name = str(local_folder) if local_folder is not None and local_folder.is_dir() else spec.model
-    return load_model(name, device="cpu", dtype=spec.dtype)
+    dtype = str(job.llm.runtime.dtype).removeprefix("torch.") if spec.dtype == "auto" else spec.dtype
+    return load_model(name, device="cpu", dtype=dtype)
 
 
 def same_tokens(job: ExportJob, model: Any) -> bool:

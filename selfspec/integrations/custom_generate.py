@@ -38,6 +38,7 @@ from selfspec.models.layout import apply_layout_, check_layout
 from selfspec.models.shards import check_unsharded
 from selfspec.models.skeleton import decoder_part, identity_of
 from selfspec.models.stored_linear import StoredEmbedding
+from selfspec.profile.draft_spec import proposers_of
 from selfspec.profile.reading import profile_text
 from selfspec.profile.schema import Profile
 from selfspec.profile.shipped import named_profile
@@ -71,7 +72,9 @@ def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[st
     reads = text = ""
     named = repr(profile)
     if isinstance(profile, Profile):
-        if profile.parts or any(alternative.draft.may_name_files for alternative in profile.alternatives):
+        leaves = [leaf for each in profile.alternatives for leaf in each.draft.leaf_specs]
+        kinds = {proposer.kind for leaf in leaves for proposer in proposers_of(leaf)}
+        if profile.parts or kinds & {"store", "answers"} or any(leaf.may_name_files for leaf in leaves):
             raise SelfspecError(
                 "the profile needs files beside it, which generate.py cannot hold; expected one without"
             )
@@ -114,10 +117,10 @@ def hf(
     call `hf(...).generate(model, ...)`, which takes the same arguments.
 
     `profile`, `method` and `extra_memory`: as in `load`. `rule`: the verification rule of sampled texts, by name
-    (None: `match`). `streamer`: a streamer to use instead of the call's (None: the call's). `layout`: the weight layout
-    to which the model is converted, in place, at the first call (see `layout.apply_layout_`); `auto` is the choice of
-    `load`, much faster on a CPU; None keeps the weights unchanged. Reuse the returned object: it caches the prepared
-    model.
+    (None: `match`). `streamer`: a streamer to use instead of the call's (None: the call's), which gets the prompt
+    first, too. `layout`: the weight layout to which the model is converted, in place, at the first call (see
+    `layout.apply_layout_`); `auto` is the choice of `load`, much faster on a CPU; None keeps the weights unchanged.
+    Reuse the returned object: it caches the prepared model.
 
     Raises `SelfspecError` for an unknown profile, rule or layout. A call raises it for unsupported arguments.
     """
@@ -190,6 +193,8 @@ class CustomGenerate:
         ]
         if not samplers[0].greedy:
             calibrate(drafter)
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())  # as generate does with its own
         as_object = bool(generation_config.return_dict_in_generate)
         columns = Columns(
             input_ids,

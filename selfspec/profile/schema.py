@@ -29,7 +29,7 @@ from selfspec.profile.draft_spec import (
 from selfspec.profile.module_files_spec import ModuleFile, bring_parts, check_parts
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel, estimate_payoff
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.costs import CostModel
+from selfspec.types.costs import WIDER, CostModel
 from selfspec.types.draft_path import DraftPath, SkipSet
 from selfspec.types.identity import BitsRead, Identity, bits_read
 
@@ -238,7 +238,8 @@ class Profile(Data):
                 self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared
             )
         if (step := self.draft.step_share) is not None:
-            return replace(payoff, draft=step, wider=())
+            checks = self.draft.kind in ("model", "swift", "clasp") and proposers_of(self.draft)
+            return replace(payoff, draft=step, wider=tuple(step * share for share in (1.0, *WIDER)) if checks else ())
         below = self.layer_skip.below
         return payoff if below is None else replace(payoff, head=below.step * (payoff.wider or (payoff.draft,))[0])
 
@@ -298,7 +299,8 @@ class Profile(Data):
         for path in self.answers_paths:
             if not (folder / path).resolve().is_relative_to(folder.resolve()):
                 raise SelfspecError(f"answers: {folder / path} is a link out of the profile's folder; expected a file")
-        if not self.parts and not self.draft.may_name_files and not self.answers_paths:
+        named = any(alternative.draft.may_name_files for alternative in self.alternatives)
+        if not self.parts and not named and not self.answers_paths:
             return self
         profile = self.model_copy(update={"also": [other.with_folder(folder) for other in self.also]})
         profile._folder = folder
@@ -310,15 +312,15 @@ class Profile(Data):
         return any(m.speedup <= 1 for m in self.measured)
 
 
-def bring_int4(profile: Profile, folder: Path) -> dict[str, ModuleFile]:
-    """Copy the file of int4 weights that a profile's draft names to `folder`, if it lacks it; return that part by name.
+def bring_path(profile: Profile, folder: Path, *, trained: bool = True) -> dict[str, ModuleFile]:
+    """Copy the files that a profile's draft path names to `folder`, where it lacks them; return these parts by name.
 
-    Returns no part if the draft names none. Raises `SelfspecError` if the file cannot be copied.
+    They are those of its int4 weights and, if `trained`, of its trained modules. Raises `SelfspecError` if a file
+    cannot be copied.
     """
-    name = profile.layer_skip.int4_weights
-    if name is None:
-        return {}
-    source = profile.part_path(name)
-    brought = {name: profile.parts[name]}
-    bring_parts(brought, source.parent, folder)
+    draft, brought = profile.layer_skip, dict[str, ModuleFile]()
+    for name in (draft.int4_weights, draft.trained if trained else None):
+        if name is not None:
+            brought[name] = profile.parts[name]
+            bring_parts({name: brought[name]}, profile.part_path(name).parent, folder)
     return brought

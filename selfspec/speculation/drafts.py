@@ -20,8 +20,8 @@ class Draft:
     `tokens[i]` is a child of `parents[i]` (-1: the root; parents come first). Tokens with one parent are the candidates
     for one position; a chain is a draft with one candidate for each position. `q_row[i]` is the row of `q` `[m, V]`
     that token i was drawn from; -1: it was chosen deterministically. Candidates from one row were drawn in order,
-    without replacement. Candidates are verified in order, deterministic candidates first. `confidence`: the drafter's
-    confidence in each of the first nodes; may be empty. `work`: the calls that made the draft; `sources`: the name of
+    without replacement. Candidates are verified in order. `confidence`: the drafter's confidence in each of the first
+    nodes; may be empty. `work`: the calls that made the draft; `sources`: the name of
     each token's source, empty where unknown.
     """
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import disk_errors
+from selfspec.basics.files import disk_errors, set_mode
 from selfspec.llm.llm import LLM
 from selfspec.measure.cost_fitting import forward_seconds
 from selfspec.models.families import parts_of
@@ -55,6 +55,7 @@ def keep_layers(model: Any, count: int) -> Any:
     if getattr(config, NUMBERED, None):
         setattr(config, NUMBERED, [i for i, layer in enumerate(kept_layers) if layer in getattr(config, NUMBERED)])
     made = type(model)(config).to(model.dtype)
+    made.generation_config = copy.deepcopy(model.generation_config)
     state = {}
     for name, value in model.state_dict().items():
         before, separator, after = name.partition("layers.")
@@ -157,6 +158,7 @@ def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
         with _quietly(), disk_errors():
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
+        set_mode(made, 0o777)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
     except OSError as error:  # such as a full disk

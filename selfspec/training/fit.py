@@ -107,7 +107,9 @@ def fit(
         make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), callbacks)
         fitted, progress = bridged(llm, own, *_bridge_texts(texts), options, callbacks)
         return _finished(llm, part, out, fitted, profile, own, texts, progress, options, callbacks, interrupted=False)
-    state = State(out / f"{part}.checkpoint", _checkpoint_config(llm, part, options, own))
+    state = State(out / f"{part}.checkpoint", _checkpoint_config(llm, part, texts, options, own))
+    if len(texts) < FEWEST:
+        state.forget()  # its texts are no longer in the cache, and may become others
     interrupted = False
     student = _student(llm, part, options)  # raises before minutes are spent on texts
     try:
@@ -227,10 +229,13 @@ def check_folder(out: Path) -> None:
     check_writable(out / "part.safetensors")
 
 
-def _checkpoint_config(llm: LLM, part: str, options: TrainOptions, own: ProfilePath | None) -> dict[str, Any]:
+def _checkpoint_config(
+    llm: LLM, part: str, texts: TextStore, options: TrainOptions, own: ProfilePath | None
+) -> dict[str, Any]:
     """Return the configuration of a training; only a checkpoint with the same configuration is resumed."""
     identity = llm.identity.model_dump(mode="json", exclude={"name"})
-    config = {"version": 2, "kind": part, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    config = {"version": 3, "kind": part, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
+    config |= {"texts": texts.folder.name, "most_texts": options.texts}
     if part in ("distill", "layerskip"):
         return {**config, "student": options.student, "layers": options.layers, "loss": options.loss}
     return (
@@ -271,6 +276,8 @@ def _fit(
     rate = getattr(learner, "rate", RATE)
     optimizer = torch.optim.AdamW(learner.net.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     state.into(learner, optimizer)
+    if isinstance(learner, LayerSkipLearner):
+        learner.steps = state.progress.steps  # the rotation of exits goes on
     fitted = [number for number in texts.numbers(held_out=False) if texts.pairs(number, learner.depth) > 0]
     if not fitted:
         raise SelfspecError(f"no text is longer than {learner.depth + 1} tokens; give more --max-new-tokens")

@@ -65,14 +65,14 @@ class LayerSkipLearner(DistillLearner):
         super().__init__(runtime, student=None, layers=runtime.layers, loss=loss, seed=seed)
         self.exit = drafted_layers(runtime, layers)
         self._chances = dropped(runtime.layers)
-        self._steps = 0
+        self.steps = 0
 
     def loss(self, windows: Sequence[TrainingText]) -> Tensor:
         """Return the weighted loss of this step's exits, over windows of one length."""
         ids, log_p = self._targets(windows)
         last = self.runtime.layers - 1
-        exits = sorted({*range(self._steps % EVERY, last, EVERY), self.exit - 1, last})
-        self._steps += 1
+        exits = sorted({*range(self.steps % EVERY, last, EVERY), self.exit - 1, last})
+        self.steps += 1
         streams = self._streams(ids, self._chances)
         total = torch.zeros((), device=ids.device)
         for layer, weight in zip(exits, weights(last + 1, exits, self.exit - 1), strict=True):

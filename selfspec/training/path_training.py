@@ -16,7 +16,7 @@ from selfspec.models.quantized_sublayers import Trained
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
-from selfspec.profile.schema import Profile, bring_int4
+from selfspec.profile.schema import Profile, bring_path
 from selfspec.runtime.base import Runtime
 from selfspec.training.bridges import agreement, fit_bridges
 from selfspec.training.options import Kind, TrainOptions
@@ -69,7 +69,7 @@ class ProfilePath:
         if below is not None and self.profile.part_path(below.part).parent.resolve() != file.parent.resolve():
             below = None  # a profile and its part files are in one folder
         other_parts = {} if below is None else {below.part: self.profile.parts[below.part]}
-        other_parts |= bring_int4(self.profile, file.parent)
+        other_parts |= bring_path(self.profile, file.parent, trained=False)
         return self.profile.model_copy(
             update={
                 "draft": self.profile.draft.model_copy(update={"trained": name, "below": below, "spared": None}),

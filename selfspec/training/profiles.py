@@ -21,7 +21,7 @@ from selfspec.profile.draft_spec import Below, LayerSkipSpec, ProposerSpec
 from selfspec.profile.drafter_specs import HeadSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import write_profile
-from selfspec.profile.schema import Profile, bring_int4
+from selfspec.profile.schema import Profile, bring_path
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.controller import ControllerSpec
@@ -53,7 +53,7 @@ def write_profiles(
         drafted = forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS, path=own.path)
         below = Below(part=head.kind, step=round(step / drafted, 4))
         spec = own.draft.model_copy(update={"below": below, "spared": None})
-        parts |= bring_int4(own, part.parent)
+        parts |= bring_path(own, part.parent)
         joined = own.model_copy(
             update={"draft": spec, "parts": parts, "measured": [], "predicted": None, "also": []}
         ).with_folder(part.parent)
@@ -90,7 +90,8 @@ def _spared(llm: LLM, profile: Profile, prompts: Sequence[Sequence[int]]) -> flo
     payoff, drafter = profile.payoff, make_drafter(llm.runtime, profile)
     took = tokens = 0.0
     for prompt in prompts:
-        seq = SequenceState(list(prompt), TOKENS, Sampler(), llm.runtime.skeleton.ends)
+        tokens_left = min(TOKENS, llm.max_new(len(prompt)))
+        seq = SequenceState(list(prompt), tokens_left, Sampler(), llm.runtime.skeleton.ends)
         for outcome in decode(llm.runtime, drafter, seq):
             if outcome.draft.confidence:
                 took += payoff.cost(outcome.draft.work)

@@ -93,6 +93,10 @@ class State:
         """Whether there is a checkpoint to resume from."""
         return bool(self._checkpoint)
 
+    def forget(self) -> None:
+        """Begin anew, as if there were no checkpoint."""
+        self._checkpoint, self.progress = {}, Progress()
+
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
         """Load weights and optimiser state from the checkpoint, if there is one. Raises `SelfspecError` as `_load`."""
         if self.resumable:

@@ -253,7 +253,7 @@ def make(
     on_tokens: Callable[[int], None] = lambda new: None,
     rows: int = ROWS,
 ) -> None:
-    """Generate texts with answers of at most `max_new_tokens` tokens, until `texts` holds `most` texts.
+    """Generate texts with answers of at most `max_new_tokens` tokens, in the context, until `texts` holds `most` texts.
 
     `begin` yields the first tokens of each text. Answers alternate between greedy decoding and temperature .8. Text n
     has the n-th entry of `begin` and the seed n. `on_tokens` receives the number of new tokens after each step.
@@ -288,7 +288,7 @@ def make(
                 if (next_text := next(waiting, None)) is None:
                     left = False
                 else:
-                    seq = _sequence(*next_text, max_new_tokens, ends)
+                    seq = _sequence(*next_text, max_new_tokens, ends, runtime.skeleton.context)
                     under_way[seq] = next_text[0], seq.sampler.processors[0]
                     engine.join(seq)
             if not engine.running:
@@ -310,7 +310,9 @@ def _numbered(begin: Iterator[Beginning], texts: TextStore, most: int) -> Iterat
             yield number, beginning
 
 
-def _sequence(number: int, beginning: Beginning, max_new_tokens: int, ends: frozenset[int]) -> SequenceState:
+def _sequence(
+    number: int, beginning: Beginning, max_new_tokens: int, ends: frozenset[int], context: int
+) -> SequenceState:
     processor = UserTurns(beginning, TEMPERATURES[number % len(TEMPERATURES)])
     generated: list[int] = []
 
@@ -321,7 +323,8 @@ def _sequence(number: int, beginning: Beginning, max_new_tokens: int, ends: froz
 
     sampler = Sampler(temperature=1.0, seed=number, tied=False, processors=[processor])
     total_new_tokens = max_new_tokens + (USERS_TURN + len(beginning.turn) if beginning.turn else 0)
-    return SequenceState(list(beginning.tokens), total_new_tokens, sampler, stop=ended)
+    fit = context - len(beginning.tokens) + 1  # the last token needs no position
+    return SequenceState(list(beginning.tokens), min(total_new_tokens, fit), sampler, stop=ended)
 
 
 class LastLogits:

@@ -197,9 +197,7 @@ def test_a_shell_completes_commands_and_options(typed, completed, monkeypatch, c
     monkeypatch.setenv("_SELFSPEC_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"selfspec {typed}")
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
-    monkeypatch.setattr(
-        sys.modules["__main__"], "__package__", None
-    )  # `python -m pytest` has one
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)  # `python -m pytest` has one
     assert helped(monkeypatch, capsys) == completed
 
 

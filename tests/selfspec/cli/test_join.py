@@ -31,6 +31,25 @@ def test_ways_to_draft_become_one_profile(cli, tmp_path):
     assert not cli("profile", "validate", "both.yaml")[0]
 
 
+@pytest.mark.parametrize("where", ["b.yaml", "both.yaml"])
+def test_a_wrong_controller_is_told_of_every_kind_and_alternative(cli, tmp_path, where):
+    wrong = (tmp_path / "b.yaml").read_text().replace("lookup}", "lookup, controller: {name: nonsense}}")
+    cli("profile", "join", "a.yaml", "b.yaml", "--out", "both.yaml")
+    (tmp_path / "b.yaml").write_text(wrong)
+    both = (tmp_path / "both.yaml").read_text()
+    assert "name: rate" in both
+    (tmp_path / "both.yaml").write_text("name: nonsense".join(both.rsplit("name: rate", 1)))
+    code, out, err = cli("profile", "validate", where)
+    assert (code, out) == (2, "")
+    assert f"{where}: controller 'nonsense'" in " ".join(err.split())
+
+
+def test_a_draft_model_beside_a_joined_profile_is_found(cli, tmp_path):
+    (tmp_path / "c.yaml").write_text("version: 2\nmodel: {layers: 16}\ndraft: {kind: model, model: small}\n")
+    assert not cli("profile", "join", "a.yaml", "c.yaml", "--out", "both.yaml")[0]
+    assert {each.folder for each in read_profile(tmp_path / "both.yaml").alternatives} == {tmp_path}
+
+
 def test_text_is_plain_decodings(cli):
     cli("profile", "join", "a.yaml", "b.yaml", "--out", "both.yaml")
     texts = []

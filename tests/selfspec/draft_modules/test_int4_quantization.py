@@ -37,7 +37,7 @@ from selfspec.models.structure import find_structure
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import read_profile, write_profile
-from selfspec.profile.schema import bring_int4
+from selfspec.profile.schema import bring_path
 from selfspec.runtime import hf_runtime
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.hf_runtime import GenericRuntime
@@ -481,6 +481,20 @@ def test_weights_are_brought_to_another_folder(runtime, file, tmp_path):
     """Where a training writes a profile; a profile without weights brings none."""
     (tmp_path / "there").mkdir()
     profile = profile_with(runtime, file)
-    assert bring_int4(profile, tmp_path / "there") == profile.parts
+    assert bring_path(profile, tmp_path / "there") == profile.parts
     assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes()
-    assert bring_int4(profile.model_copy(update={"draft": LayerSkipSpec()}), tmp_path / "there") == {}
+    assert bring_path(profile.model_copy(update={"draft": LayerSkipSpec()}), tmp_path / "there") == {}
+
+
+def test_trained_modules_of_a_path_are_brought_with_it(runtime, file, tmp_path):
+    """As a head below it is trained; another training of the path itself replaces them."""
+    (tmp_path / "there").mkdir()
+    profile = profile_with(runtime, file)
+    trained = file.with_name("adapter.safetensors")
+    trained.write_bytes(b"trained")
+    draft = profile.draft.model_copy(update={"trained": "adapter"})
+    parts = profile.parts | {"adapter": ModuleFile(file=trained.name, sha256=sha256_of(trained))}
+    path = profile.model_copy(update={"draft": draft, "parts": parts}).with_folder(file.parent)
+    assert bring_path(path, tmp_path / "there") == parts
+    assert (tmp_path / "there" / trained.name).read_bytes() == b"trained"
+    assert bring_path(path, tmp_path / "there", trained=False) == profile.parts

@@ -15,6 +15,7 @@ from selfspec.drafters import ClaspDrafter, SwiftDrafter
 from selfspec.drafters.adaptive_path import every_second
 from selfspec.engine.engine import Engine
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.drafts import NO_DRAFT
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import SkipSet, as_path
@@ -120,6 +121,25 @@ class TestClasp:
         assert run(runtime, drafter, PROMPT, 20)[0] == plain(runtime, PROMPT, 20)
         assert [skip for skip in chosen if skip is not None]
         assert all(skip == SkipSet(USELESS, USELESS) for skip in chosen if skip is not None)
+
+    def test_states_of_an_earlier_round_are_not_chosen_by(self, runtime):
+        """A guard may not ask for a draft; then the choice is made after the next round."""
+        drafter, chosen = ClaspDrafter(runtime, FixedK(3), skip=2, every=16), []
+        choose = drafter._choose
+        drafter._choose = lambda seq: (chosen.append((len(seq.tokens), choose(seq))), chosen[-1][1])[1]
+        seq = begun(runtime, PROMPT)
+        with Engine(runtime, drafter) as engine:
+            engine.join(seq)
+            propose = drafter.propose
+            drafter.propose = lambda seqs, limits: [NO_DRAFT] * len(seqs)
+            for _ in range(3):
+                engine.step()
+            drafter.propose = propose
+            while engine.running:
+                engine.step()
+        assert seq.tokens == [*PROMPT, *plain(runtime, PROMPT, 20)]
+        (first, none), (_, found), *_ = chosen
+        assert (first, none, found) == (len(PROMPT) + 3, None, SkipSet(USELESS, USELESS))
 
     def test_one_layer_less_is_the_best_by_the_whole_models_streams(self):
         """For one layer the programme is exact where what follows keeps the order: here nothing follows."""

@@ -8,6 +8,7 @@ from models import plain, run, run_drafting, small
 from toys import Doubled, Renamed
 
 from selfspec.controllers import FixedK
+from selfspec.controllers.batch_scheduler import BatchDraftScheduler
 from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter
 from selfspec.engine.engine import Engine, decode
 from selfspec.proposers.base import ProposerChain
@@ -15,6 +16,7 @@ from selfspec.proposers.lookup import Lookup
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
+from selfspec.types.costs import PassCosts
 
 VOCABULARY = 11
 PROMPTS = [[1, 4, 2, 9], [3, 3, 3, 0, 5, 10, 8, 1, 1, 2, 9, 9], [6]]
@@ -148,3 +150,21 @@ def test_sequences_together_draft_what_they_draft_alone(target):
     for seq, prompt, (tokens, outcomes) in zip(seqs, PROMPTS, alone, strict=True):
         assert seq.tokens[len(prompt) :] == tokens
         assert drafts[id(seq)] == [outcome.draft.tokens for outcome in outcomes]
+
+
+def test_sequences_that_decide_together_draft_too(target):
+    drafter = CrossVocabularyDrafter(
+        target, LeanRuntime(renamed(small(VOCABULARY, 3, seed=4), ORDER)), Renamed(ORDER), FixedK(3)
+    )
+    free = (0.0, 1.0, *[1.0 + n / 1e6 for n in range(1, 64)])
+    drafter.load = BatchDraftScheduler(PassCosts(free, tuple(second / 10 for second in free)))
+    seqs, accepted = [SequenceState(list(prompt), 12, Sampler()) for prompt in PROMPTS], 0
+    with Engine(target, drafter) as engine:
+        for seq in seqs:
+            engine.join(seq)
+        while engine.running:
+            drafter.load.begin(len(engine.running))
+            accepted += sum(outcome.accepted for _, outcome in engine.step())
+    for seq, prompt in zip(seqs, PROMPTS, strict=True):
+        assert seq.tokens[len(prompt) :] == plain(target, prompt, 12)
+    assert accepted > 12

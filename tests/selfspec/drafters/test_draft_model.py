@@ -12,13 +12,17 @@ import selfspec
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError
 from selfspec.controllers import FixedK
+from selfspec.controllers.batch_scheduler import BatchDraftScheduler
 from selfspec.drafters import CrossVocabularyDrafter, ModelDrafter, PlainDrafter, make_drafter
+from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.reading import parse_profile, profile_text, write_profile
 from selfspec.profile.schema import Profile
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
+from selfspec.types.costs import PassCosts
 from selfspec.types.draft_path import DraftPath
 
 VOCABULARY, PROMPT, NEW = 11, [1, 4, 2, 9, 3, 3, 3, 0, 5, 10, 8, 7], 24
@@ -119,6 +123,27 @@ def test_nothing_is_drafted_beyond_the_draft_models_context(target):
     assert len(outcomes[-2].draft) == 0
     long = [*PROMPT, *PROMPT]
     assert run(target, drafter, long, 5)[0] == plain(target, long, 5)
+
+
+@pytest.mark.parametrize("context", [20, 64])
+def test_sequences_that_decide_together_end_at_the_draft_models_context(context):
+    target = LeanRuntime(small(VOCABULARY, seed=2), rows=2)
+    model = small(VOCABULARY, 1, seed=3)
+    model.config.max_position_embeddings = context
+    drafter = ModelDrafter(target, LeanRuntime(model), FixedK(3))
+    prompts, ends = (PROMPT, PROMPT[::-1]), []
+    free = (0.0, 1.0, *[1.0 + n / 1e6 for n in range(1, 64)])
+    drafter.load = BatchDraftScheduler(PassCosts(free, tuple(second / 10 for second in free)))
+    seqs = [SequenceState(list(prompt), NEW, Sampler()) for prompt in prompts]
+    with Engine(target, drafter) as engine:
+        for seq in seqs:
+            engine.join(seq)
+        while engine.running:
+            drafter.load.begin(len(engine.running))
+            lengths = {seq: len(seq.tokens) for seq in engine.running}
+            ends += [lengths[seq] + outcome.draft.depth for seq, outcome in engine.step() if outcome.draft.depth]
+    assert [seq.tokens for seq in seqs] == [[*prompt, *plain(target, prompt, NEW)] for prompt in prompts]
+    assert max(ends) == min(context, len(PROMPT) + NEW - 1)
 
 
 def test_another_vocabulary_is_refused(target):

@@ -157,8 +157,9 @@ def test_engines_draft_chains_of_one_length(tiny_llm):
     found = with_fixed_length(profile_of(tiny_llm, spec), 4).draft
     assert (found.candidates, found.proposers, found.vocabulary) == (1, None, None)
     assert (found.controller.name, found.controller.options) == ("fixed", {"k": 4})
-    store = LookupSpec(proposers=[ProposerSpec(kind="store", path="x.store")])
-    assert [of.kind for of in with_fixed_length(profile_of(tiny_llm, store), 4).draft.proposers] == ["lookup"]
+    for kind in ("store", "answers"):  # no engine has them, and answers would be added to the user's
+        other = LookupSpec(proposers=[ProposerSpec(kind=kind, path="x.store")])
+        assert [of.kind for of in with_fixed_length(profile_of(tiny_llm, other), 4).draft.proposers] == ["lookup"]
 
 
 def test_a_head_drafts_so_many_at_most():

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
+from families import FAMILY_CONFIGS
 from heads import LLAMA3, bfloats, random_part
-from models import small
+from models import small, tiny
 from safetensors.torch import load_file
 
 from selfspec.basics.errors import SelfspecError
@@ -135,6 +136,16 @@ def test_mlp_as_trained_reads_the_models_embeddings(runtime, tmp_path):
     torch.testing.assert_close(again, mine, atol=0.2, rtol=0.02)
     few = head_files(random_part(runtime, range(16), "mlp"), runtime)
     assert few.lost == ("the head's vocabulary of 16 tokens: an MLPSpeculator drafts all of the model's tokens",)
+
+
+def test_mlp_of_a_model_that_scales_its_embeddings():
+    """As of Gemma and Granite: the head was trained on what the embedding gives, scaled."""
+    runtime = LeanRuntime(tiny(FAMILY_CONFIGS["granite"]))
+    assert runtime.skeleton.parts.embedded != 1.0
+    part = random_part(runtime, range(runtime.skeleton.identity.vocabulary), "mlp")
+    factor, table = runtime.skeleton.parts.embedded, part.tensors["emb.1.weight"].float()
+    expected = factor * runtime.model.get_input_embeddings().weight.detach().float() @ table.T
+    torch.testing.assert_close(head_files(part, runtime).tensors["emb.1.weight"].float(), expected, atol=0, rtol=0.01)
 
 
 def test_rope_is_told_as_it_was(runtime, tmp_path):

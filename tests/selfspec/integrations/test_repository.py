@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.integrations.custom_generate import hf
+from selfspec.profile.draft_spec import LookupSpec, ProposerSpec
 from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.schema import Profile
 
@@ -57,4 +58,7 @@ def test_files_beside_a_profile_cannot_travel(llm, tmp_path):
     profile = Profile(model=llm.identity, draft=ModelSpec(model="student"))
     with pytest.raises(SelfspecError, match="files beside it"):
         hf(profile).save(tmp_path)
+    kept = LookupSpec(proposers=[ProposerSpec(kind="answers", path="answers.txt")])
+    with pytest.raises(SelfspecError, match="files beside it"):
+        hf(Profile(model=llm.identity, draft=kept)).save(tmp_path)
     assert not (tmp_path / "custom_generate").exists()

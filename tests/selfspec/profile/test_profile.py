@@ -15,6 +15,7 @@ from selfspec.profile.schema import Calibration, Profile, Published, SearchRecor
 from selfspec.profile.shipped import find_profile_file, shipped_profiles
 from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
+from selfspec.types.costs import WIDER
 from selfspec.types.draft_path import FULL, MODES, DraftPath, SkipSet
 from selfspec.types.identity import Identity
 
@@ -323,6 +324,18 @@ def test_a_published_set_without_measurements_is_valid():
     )
     assert len(profile.skip_set) == 2
     assert profile.measured == []
+
+
+@pytest.mark.parametrize("draft", ["kind: model, model: x", "kind: swift", "kind: clasp"])
+def test_draft_steps_that_check_lookup_tokens_cost_what_wider_steps_do(draft):
+    def payoff(more):
+        text = f"version: 2\nmodel: {{layers: 4}}\ndraft: {{{draft}, step: 0.3{more}}}"
+        return parse_profile(text, source="p").payoff
+
+    checks = payoff(", proposers: [{kind: lookup}]")
+    assert checks.wider == pytest.approx([0.3, *(0.3 * share for share in WIDER)])
+    assert payoff("").wider == ()
+    assert checks.draft == payoff("").draft == 0.3
 
 
 def test_identity_compares_what_is_present():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,19 @@ def test_layers_that_are_kept_are_spread_evenly(count, kept):
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     if count == 4:
         torch.testing.assert_close(made(ids).logits, model(ids).logits)
+
+
+def test_a_copy_ends_texts_as_the_model_does(tmp_path):
+    """Ends may be in the generation config alone; and other users may read the folder."""
+    model = tiny(CONFIGS["llama"])
+    model.generation_config.eos_token_id = [7, 9]
+    made = keep_layers(model, 2)
+    assert made.generation_config.eos_token_id == [7, 9]
+    assert made.generation_config is not model.generation_config
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    write_model(made, tokenizer, tmp_path / "made")
+    (tmp_path / "usual").mkdir()
+    assert (tmp_path / "made").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 @pytest.mark.parametrize("count", [0, 5])

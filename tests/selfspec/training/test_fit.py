@@ -96,6 +96,28 @@ def test_what_was_cut_short_goes_on(llm, fitted, prompts, tmp_path, by):
     assert whole.progress.best == pytest.approx(fitted.progress.best, abs=0.2)
 
 
+@pytest.mark.long("training on other texts")
+@pytest.mark.parametrize("other", [{"max_new_tokens": 20}, {"texts": 24}])
+def test_on_other_texts_it_begins_anew(llm, prompts, tmp_path, other):
+    """A training that ended leaves its checkpoint; what it learnt from is not what is asked for now."""
+    watch = Cut(-1, None)
+    fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=2, **FEW))
+    again = fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=3, **{**FEW, **other}), callbacks=watch)
+    assert watch.stages[0] == "making texts"
+    assert (again.progress.steps, again.texts) == (3, other.get("texts", FEW["texts"]))
+
+
+@pytest.mark.long("training whose texts are gone")
+def test_without_its_texts_it_begins_anew(llm, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "one"))
+    fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=2, **FEW))
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "other"))
+    watch = Cut(-1, None)
+    again = fit(llm, out=tmp_path, prompts=prompts, options=TrainOptions(steps=3, **FEW), callbacks=watch)
+    assert watch.stages[0] == "making texts"
+    assert (again.progress.steps, len(again.progress.history)) == (3, 2)
+
+
 def test_its_profiles_give_plain_decodings_text(llm, fitted):
     plain = llm.generate(PROMPT, max_new_tokens=32).tokens
     for path, said in zip(

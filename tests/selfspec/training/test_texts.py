@@ -37,6 +37,16 @@ def test_greedy_texts_are_plain_decodings(runtime, tmp_path):
         assert text.answer == len(prompt)
 
 
+def test_texts_end_with_the_context(tmp_path):
+    model = small(VOCABULARY, seed=2)
+    model.config.max_position_embeddings = 12
+    prompts = [[1, 4, 2, 9, 3], list(range(11))]
+    texts = TextStore(tmp_path)
+    begin = (Beginning(tuple(prompts[n % 2])) for n in range(10**6))
+    make(LeanRuntime(model), texts, begin, max_new_tokens=100, most=4, rows=2)
+    assert [len(texts.tokens(number)) for number in range(4)] == [13] * 4
+
+
 def test_streams_are_those_that_leave_the_layers(runtime, tmp_path):
     texts = made(runtime, tmp_path, most=2)
     text = texts.read(1)
