@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from selfspec.models.gguf_blocks import BlockLayout
 from selfspec.models.half_storage import HalfProduct, HalfWeight
@@ -229,6 +230,8 @@ class BlockLinear(StoredLinear):
         return block_product(self._own.rows(outputs), self._bias_at(outputs)).product
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product `[.., out]` with `x` `[.., in]`."""
+        """Return the product `[.., out]` with `x` `[.., in]`; gradients pass through it to its inputs."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return F.linear(x, self.weight.to(x.dtype), self.bias)
         rows = super().forward(x.reshape(-1, self.in_features))
         return rows.reshape(*x.shape[:-1], self.out_features)

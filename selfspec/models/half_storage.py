@@ -210,10 +210,10 @@ def nativise_model_(model: Any, parts: Parts, *, held: torch.dtype | None = None
 def hold_(model: Any) -> bool:
     """Make a model loaded in 16 bits the float32 model that holds these weights, in layout `native`.
 
-    It is the model that loading in float32 and `nativise_model_` give, but no weight is ever stored in float32, so that
-    loading takes half the memory. Returns False, and changes nothing, for a model that this is not possible for: one
-    outside `FAMILIES` or not on the CPU, with weights in several dtypes, or with buffers that loading rounded, other
-    than the factor of an embedding, of which Gemma 3 keeps the exact value too.
+    It is the model that loading in float32 and `nativise_model_` give, but no weight except those of experts is ever
+    stored in float32, so that loading takes half the memory. Returns False, and changes nothing, for a model that this
+    is not possible for: one outside `FAMILIES` or not on the CPU, with weights in several dtypes, or with buffers that
+    loading rounded, other than the factor of an embedding, of which Gemma 3 keeps the exact value too.
     """
     if not is_lean(model):
         return False
@@ -238,11 +238,13 @@ def hold_(model: Any) -> bool:
 def held_dtypes(model: Any) -> str | None:
     """Return the dtypes of 16 bits in which float32 weights are stored, such as "bfloat16"; None if none are.
 
-    If some linears are stored in float32, that is named too.
+    If some weights are stored in float32, such as those of experts, that is named too.
     """
     halves = {module.blocks.values.dtype for module in model.modules() if isinstance(module, HalfLinear)}
     if not halves:
         return None
-    whole = any(isinstance(module, (nn.Linear, NativeLinear)) for module in model.modules())
+    whole = any(isinstance(module, (nn.Linear, NativeLinear)) for module in model.modules()) or any(
+        parameter.dtype is torch.float32 and parameter.ndim > 1 for parameter in model.parameters()
+    )
     dtypes = [dtype for dtype in HALVES if dtype in halves] + [torch.float32] * whole
     return " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -85,6 +85,8 @@ def apply_layout_(model: Any, layout: str = "auto", *, drafting: bool = False, q
         return "rows"
     if layout == "auto":
         layout = choose(layout_times(model), drafting=drafting, quantized_drafts=quantized_drafts)
+    if layout == "columns" and not any(map(is_exact, parts_of(model).linears())):
+        raise SelfspecError("layout 'columns' is for plain weights, and this model has none; expected auto or rows")
     if layout in ("rows", "columns"):
         join_all_(model, columns=layout == "columns")
         return layout

@@ -1,9 +1,9 @@
 """Quantised copies of linears for drafting, and such weights in the order in which `native.cpp` reads them.
 
 Only weights are quantised, rounding to nearest: int8 with a scale for each output, int4 with a scale and a zero point
-for each output and group of inputs. The `Kernel` that multiplies with them is chosen by timing on each machine. The
-kernel `fake` multiplies with the dequantised weights in the model's dtype; the results of all other kernels are within
-rounding of it. Rows of an input never affect each other.
+for each output and group of inputs. `kernel_for` chooses the `Kernel` that multiplies with them: the native one on a
+CPU with a compiler, elsewhere by timing. The kernel `fake` multiplies with the dequantised weights in the model's
+dtype; the results of all other kernels are within rounding of it. Rows of an input never affect each other.
 """
 
 from __future__ import annotations

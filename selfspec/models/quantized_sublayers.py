@@ -119,7 +119,7 @@ class WeightQuantizer(ABC):
         return groups[number].sizes if 0 <= number < len(groups) else None
 
     def kernel_of(self, weight: Tensor, bits: Bits) -> Kernel:
-        """Return the kernel for weights of this shape and number of bits; the choice is timed once."""
+        """Return the kernel for weights of this shape and number of bits; see `kernel_for`."""
         kind = (weight.shape[1], len(weight), bits)
         kernel = self.kernel or self.chosen.get(kind)
         if kernel is None:

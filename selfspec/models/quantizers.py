@@ -14,7 +14,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.dispatch import device_of
-from selfspec.models.families.base import Block, DenseMlp
+from selfspec.models.families.base import Block, DenseMlp, GatedMlp
 from selfspec.models.linears import Group, Into, Onto
 from selfspec.models.low_precision import GROUPS, QuantizedWeight
 from selfspec.types.methods import INT4_METHODS, Int4Method
@@ -85,6 +85,8 @@ def watched(block: Block, moments: Mapping[int, InputMoments]) -> Block:
     mlp = block.mlp
     if isinstance(mlp, DenseMlp):
         mlp = replace(mlp, into=into(2, mlp.into), down=onto(3, mlp.down), native=None)
+    if isinstance(mlp, GatedMlp):
+        mlp = replace(mlp, gated=None)  # which would run in place of `into`
     return replace(block, attention=attention, mlp=mlp)
 
 

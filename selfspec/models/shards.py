@@ -78,7 +78,8 @@ def local_sizes(model: Any, parts: Parts, sizes: Sizes) -> Sizes:
             f"{q / parts.head_dim:g} query heads and {k / parts.head_dim:g} key-value heads for each "
             "process; expected a number of processes that divides both"
         )
-    units = sum(_outputs(module, parts) for module in mlp.modules) // 2
+    units = sum(_outputs(module, parts) for module in mlp.modules)
+    units //= 1 if units * model._tp_size == sizes.intermediate else 2  # gate and up, where there is a gate
     return replace(sizes, heads=q // parts.head_dim, kv_heads=k // parts.head_dim, intermediate=units)
 
 

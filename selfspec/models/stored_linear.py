@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.linears import Call, Group, PartLinear, Product
@@ -189,7 +190,10 @@ class PackedLinear(PartLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product `[.., out]` with `x` `[.., in]`, in the weight's dtype even under autocast."""
-        return super().forward(x.to(self.packed.dtype))
+        x = x.to(self.packed.dtype)
+        if torch.is_grad_enabled() and x.requires_grad:  # gradients pass through to the inputs
+            return F.linear(x, self.weight, self.bias)
+        return super().forward(x)
 
     @property
     def packed(self) -> Packed:

@@ -97,8 +97,8 @@ class Int8Copies:
     Keys are `[L, rows, H_kv, blocks, d, BLOCK]` and values `[L, rows, H_kv, blocks, BLOCK, d]`: drafts read a head's in
     the order of memory. `table` `[rows, blocks]` holds the numbers of the blocks of each row's first head. A slot's
     keys of a head, and its values, are rounded by their largest one: `scales` `[2, L, rows, H_kv, blocks, BLOCK]` are
-    those of keys and of values. Native passes round slots before they read them. `valid[row]`: the number of a row's
-    first slots whose copies are those of the present keys and values.
+    those of keys and of values. Native passes round slots before they read them, in layers whose attention they run.
+    `valid[row][layer]`: the number of a row's first slots whose copies are those of the present keys and values.
     """
 
     BLOCK: ClassVar[int] = 64  # as in `attention.h`
@@ -110,7 +110,22 @@ class Int8Copies:
         self.keys = torch.empty(layers, rows, heads, blocks, d, self.BLOCK, dtype=torch.int8)
         self.values = torch.empty(layers, rows, heads, blocks, self.BLOCK, d, dtype=torch.int8)
         self.scales = torch.empty(2, *self.values.shape[:-1])
-        self.valid = [0] * rows
+        self.valid = [[0] * layers for _ in range(rows)]
+
+    def first_invalid(self, row: int, start: int, layers: Sequence[int]) -> int:
+        """Return the first slot that a pass over slots from `start` on must round, in `layers`."""
+        valid = self.valid[row]
+        return min((start, *(valid[layer] for layer in layers)))
+
+    def mark_valid(self, row: int, start: int, layers: Sequence[int]) -> None:
+        """Note that a pass over slots from `start` on has rounded all before them, in `layers`."""
+        self.mark_written(row, start)
+        for layer in layers:
+            self.valid[row][layer] = start
+
+    def mark_written(self, row: int, start: int) -> None:
+        """Note that keys and values from slot `start` on are written."""
+        self.valid[row] = [min(count, start) for count in self.valid[row]]
 
     @property
     def bytes(self) -> int:
@@ -146,7 +161,8 @@ class Cache(CacheRows):
     With `keys_transposed`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all
     keys fastest in this layout.
 
-    `track_positions`: whether to keep `positions`, see `CacheRows`. `max_copy_bytes`: the most memory of int8 copies;
+    `track_positions`: whether to keep `positions`, see `CacheRows`, on `positions_device`, which is that of a pass's
+    tokens (None: the first layer's). `max_copy_bytes`: the most memory of int8 copies;
     where they take more there are none.
     """
 
@@ -162,6 +178,7 @@ class Cache(CacheRows):
         devices: Sequence[torch.device],
         keys_transposed: bool = False,
         track_positions: bool = False,
+        positions_device: torch.device | None = None,
         shapes: Sequence[KVShape] | None = None,
     ) -> None:
         super().__init__(rows, slots)
@@ -191,7 +208,7 @@ class Cache(CacheRows):
         self.keys = [layer for k, _ in self._buffers for layer in k]
         self.values = [layer for _, v in self._buffers for layer in v]
         self._table = torch.arange(rows)
-        slot_numbers = torch.arange(slots + _SPARE, device=devices[0] if devices else None)
+        slot_numbers = torch.arange(slots + _SPARE, device=positions_device or (devices[0] if devices else None))
         self.positions = slot_numbers.repeat(rows, 1) if track_positions else None
         self.on_move: Callable[[Move], None] | None = None  # callback before each move within the cache
         self.max_copy_bytes = math.inf
@@ -233,9 +250,9 @@ class Cache(CacheRows):
     def written(self, rows: slice, slots: int | Tensor) -> None:
         """Note that keys and values of these rows are about to be written, from the first of `slots` on."""
         if self._copies is not None:
-            valid, first = self._copies.valid, max(slots if isinstance(slots, int) else int(slots.min()), 0)
+            first = max(slots if isinstance(slots, int) else int(slots.min()), 0)
             for row in range(*rows.indices(self.rows)):
-                valid[row] = min(valid[row], first)
+                self._copies.mark_written(row, first)
 
     def kv_views(self, slots: int, rows: slice = ALL_ROWS, first: int = 0) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of keys `[B * H_kv, d, S]` and values `[B * H_kv, S, d]` for each layer.

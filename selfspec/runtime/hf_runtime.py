@@ -172,7 +172,12 @@ class GenericRuntime(Runtime):
         # Recurrent kernels compute in float32 in a float64 model, too.
         allowed = tolerance(theirs, torch.float32 if self.stateful and self.dtype is torch.float64 else self.dtype)
         with self.session(len(self._probe) + 2):
-            error = check_chains(self, self._probe, theirs, allowed)
+            try:
+                error = check_chains(self, self._probe, theirs, allowed)
+            except WrongLogitsError:
+                if self.model.training:  # dropout, which no two passes share
+                    raise WrongLogitsError("it is in training mode; call its eval() first") from None
+                raise
             trees = (
                 "position_ids" in self._forward_params
                 and self._masked_by_hand

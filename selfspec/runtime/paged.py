@@ -101,4 +101,5 @@ def cache_of(
         devices=[block.device for block in skeleton.blocks],
         keys_transposed=keys_transposed,
         track_positions=track_positions,
+        positions_device=skeleton.device,
     )

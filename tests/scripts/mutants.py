@@ -43,7 +43,12 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "int8 copies: of keys and values that were overwritten",
-        "selfspec/runtime/cache.py", "valid[row] = min(valid[row], first)", "valid[row] = valid[row]",
+        "selfspec/runtime/cache.py", "[min(count, start) for count in self.valid[row]]", "list(self.valid[row])",
+        "runtime/test_int8_copies.py",
+    ),
+    Mutant(
+        "int8 copies: of layers that an earlier path skipped",
+        "selfspec/runtime/cache.py", "(valid[layer] for layer in layers)", "valid[layers[0]:][:1]",
         "runtime/test_int8_copies.py",
     ),
     Mutant(

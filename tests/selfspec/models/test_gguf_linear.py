@@ -150,6 +150,15 @@ def test_linears_are_parts_of_one_product(kind, make):
     assert second.to("cpu") is second
 
 
+@pytest.mark.parametrize("make", [pytest.param(BlockProduct, marks=needs_native), SlowBlockProduct])
+def test_gradients_pass_through_to_inputs(make):
+    """As where a path of a model that is kept as in its file is trained."""
+    weight, exact = blocks_of("Q8_0", 2, 48, 256)
+    linear, x = BlockLinear(make(weight), 0, nn.Linear(256, 48, bias=False)), torch.randn(2, 256, requires_grad=True)
+    linear(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * (x.detach() @ exact.t()) @ exact, atol=1e-2, rtol=1e-4)
+
+
 @each_type
 def test_drafts_in_as_many_bits_are_not_offered(kind):
     """They would read as much; in fewer bits, they would not."""

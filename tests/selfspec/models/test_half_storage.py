@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from families import FAMILY_CONFIGS
 from layouts import needs_native
 from models import tiny
 from natives import MODELS, WORDS, tokens_for
@@ -216,6 +217,14 @@ def _rounded_buffer(model):
 
 def _scaled_embedding(model):
     model.set_input_embeddings(Scaled(*model.get_input_embeddings().weight.shape, dtype=torch.bfloat16))
+
+
+@needs_native
+def test_weights_of_experts_are_not_held_and_that_is_said(tmp_path):
+    tiny(FAMILY_CONFIGS["mixtral"]).bfloat16().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert hold_(model)
+    assert held_dtypes(model) == "bfloat16 and float32"
 
 
 @pytest.mark.parametrize("change", [_float32, _two_dtypes, _rounded_buffer, _scaled_embedding])

@@ -99,6 +99,10 @@ def test_packed_weights_are_not_cast():
 def test_what_cannot_be_packed_is_said():
     with pytest.raises(SelfspecError, match="float32"):
         apply_layout_(tiny(CONFIGS["llama"]), "onednn", drafting=True)
+    packed = single("llama")
+    apply_layout_(packed, "onednn", drafting=True)
+    with pytest.raises(SelfspecError, match="layout 'columns' is for plain weights, and this model has none"):
+        apply_layout_(packed, "columns")
     with pytest.raises(SelfspecError, match="known: auto, rows, columns, onednn, native"):
         selfspec.load("builtin", layout="best")
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import CONFIGS, tiny
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.models.families.base import GatedMlp
 from selfspec.models.low_precision import quantize
-from selfspec.models.quantizers import InputMoments, group_for, quantize_int4
+from selfspec.models.quantizers import InputMoments, group_for, quantize_int4, watched, zero_moments
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.types.methods import INT4_METHODS
 
 POINTS = torch.tensor(list(itertools.product(range(16), repeat=4)), dtype=torch.float64)  # all values of 4 inputs
@@ -47,6 +52,26 @@ def test_moments_are_means_over_all_inputs():
     torch.testing.assert_close(full.products, x.t() @ x / 23)
     torch.testing.assert_close(full.squares, x.square().mean(0))
     torch.testing.assert_close(diagonal.mean().squares, x.square().mean(0))
+
+
+def test_inputs_are_counted_where_a_gated_mlp_is_one_kernel():
+    """As on a GPU, for a few rows: it would run in place of the linears whose inputs are watched."""
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.intermediate_size = 64
+    runtime, texts = LeanRuntime(tiny(config, dtype=torch.float32)), torch.arange(12)[None]
+    block = runtime.skeleton.blocks[0]
+    assert isinstance(block.mlp, GatedMlp)
+    fused = replace(block, mlp=replace(block.mlp, gated=lambda x, out: pytest.fail("the fused kernel ran")))
+    found = []
+    for each in (block, fused):
+        moments = zero_moments(runtime.skeleton.quantizer.int4_groups(0), products=False)
+        with runtime.session(12):
+            runtime.run_layer(0, watched(each, moments), runtime.skeleton.embed(texts))
+        found.append({number: (own.count, own.squares) for number, own in moments.items()})
+    assert found[0].keys() == {0, 1, 2, 3}
+    assert found[0][2][0] == 12
+    for number, (count, squares) in found[0].items():
+        assert (count, squares.tolist()) == (found[1][number][0], found[1][number][1].tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

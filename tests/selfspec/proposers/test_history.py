@@ -113,7 +113,6 @@ def test_a_kill_loses_nothing_that_was_learnt_before(tmp_path, after):
     ("content", "said"),
     [
         ("[1, 2]", "holds no answers that selfspec kept; name another file"),
-        ("", "holds no answers that selfspec kept; name another file"),
         ('{"format": "selfspec answers 1"}', "holds no answers that selfspec kept; name another file"),
         (
             '{"format": "selfspec answers 1", "vocabulary": 8}\n[1]',
@@ -147,6 +146,15 @@ def test_which_files_hold_answers(tmp_path):
     check_answers(path)
     with pytest.raises(SelfspecError, match="does not exist"):
         check_answers(tmp_path / "none" / "some.answers")
+
+
+def test_an_empty_file_will_do(tmp_path):
+    """As of a process that ended before it wrote to the file."""
+    path = tmp_path / "some.answers"
+    path.touch()
+    check_answers(path)
+    kept(tmp_path, [1, 2])
+    assert [*kept(tmp_path)] == [(1, 2)]
 
 
 def test_where_the_file_cannot_be_written_the_process_still_learns(tmp_path, caplog):

@@ -350,6 +350,13 @@ def test_what_is_not_understood_is_refused_by_name(model_type, why):
         open_runtime(tiny_model(model_type))
 
 
+def test_a_model_in_training_mode_is_told_apart_from_one_that_is_not_understood():
+    model = tiny_model("gpt2").train()
+    with pytest.raises(UnsupportedModelError, match=r"it is in training mode; call its eval\(\) first"):
+        open_runtime(model)
+    open_runtime(model.eval())
+
+
 @pytest.mark.parametrize("when", ["in every pass", "with cached tokens"])
 def test_an_index_error_in_a_model_is_a_refusal_by_name(when):
     model = tiny(CONFIGS["gemma"])

@@ -44,7 +44,7 @@ def test_copies_are_near_what_they_copy(name):
         runtime.forward(tokens[:, :80], 0, logits=None, rows=slice(1, 2))
         drafted(runtime, tokens[:, 80:], 80, 1)
         copies = runtime.cache.copies
-        assert copies.valid == [0, 80]
+        assert copies.valid == [[0] * LAYERS, [80] * LAYERS]
         for layer in range(LAYERS):
             keys, values = (t[layer][1, :, :90].float() for t in (runtime.cache.keys, runtime.cache.values))
             scales = copies.scales[:, layer, 1].flatten(1).view(2, len(keys), -1)[..., :90]
@@ -140,8 +140,38 @@ def test_a_pass_that_is_refused_spoils_no_copies():
             ):
                 with pytest.raises(RuntimeError, match="position or slot"):
                     refused()
-                assert runtime.cache.copies.valid[0] >= 0
+                assert min(runtime.cache.copies.valid[0]) >= 0
+                assert runtime.cache.copies.valid[1] == [0] * LAYERS  # the pass of this row did not run either
                 assert torch.equal(drafted(runtime, tokens[:, 32:34], 32, 0), expected)
+
+
+@settings(max_examples=examples(20))
+@given(seed=st.integers(0, 9999))
+def test_paths_that_skip_other_attentions_read_no_copies_that_none_of_them_made(seed):
+    """As of profiles with several drafts, and of searches: a pass makes the copies of the layers that it runs."""
+    chance = random.Random(seed)
+    used, fresh = (runtime_of("llama").with_new_cache(rows=1) for _ in range(2))
+    paths = [DraftPath.from_modes(chance.choices(["int8", "skip"], k=2 * LAYERS)) for _ in range(3)]
+    tokens, length = tokens_for(seed, 200), 40
+    with used.session(N), fresh.session(N):
+        used.forward(tokens[:, :length], 0, logits=None)
+        used.cache.copies.keys.fill_(99)
+        used.cache.copies.scales.fill_(torch.nan)
+        for _ in range(8):
+            n, path = chance.randint(1, 8), chance.choice(paths)
+            used.forward(tokens[:, length : length + n], length, path=used.compile(path))
+            if chance.random() < 0.7:
+                used.forward(tokens[:, length : length + n], length)
+                length += n
+        for path in paths:
+            fresh.forward(tokens[:, :length], 0, logits=None)
+            for mine, own in zip(
+                fresh.cache.keys + fresh.cache.values, used.cache.keys + used.cache.values, strict=True
+            ):
+                mine[:, :, :length] = own[:, :, :length]
+            step = tokens[:, 180:184]
+            found, expected = (r.forward(step, length, path=r.compile(path)).logits for r in (used, fresh))
+            assert torch.equal(found, expected)
 
 
 def test_copies_of_a_long_prompt_are_made_before_the_first_draft():
@@ -153,7 +183,7 @@ def test_copies_of_a_long_prompt_are_made_before_the_first_draft():
             runtime.forward(tokens[:, :length], 0, logits=None, rows=rows)
             expected = runtime.forward(tokens[:, length : length + 2], length, rows=rows).logits
             runtime.warm_up(runtime.compile(LOW), 0, length)
-            assert min(runtime.cache.copies.valid[0], length) == made
+            assert min(*runtime.cache.copies.valid[0], length) == made
             assert torch.equal(runtime.forward(tokens[:, length : length + 2], length, rows=rows).logits, expected)
 
 
@@ -163,7 +193,7 @@ def test_a_prompt_that_fills_the_context_has_no_draft_to_prepare():
         runtime.forward(tokens_for(0, N), 0, logits=None, rows=slice(0, 1))
         assert runtime.cache.slots > N
         runtime.warm_up(runtime.compile(LOW), 0, N)
-        assert runtime.cache.copies.valid[0] == 0
+        assert runtime.cache.copies.valid[0] == [0] * LAYERS
 
 
 @pytest.mark.parametrize("path", [FULL, LOW], ids=["full", "int8"])
