@@ -201,8 +201,9 @@ def _predicted(p: Prediction, costs: CostModel | None, path: DraftPath) -> list[
         prices = PassCosts.from_cost_model(costs.along(path), p.draft_cost * costs.plain)
         most = most_paying_sequences(prices, p.acceptance_rate, most=MOST_ROWS)
         more = " or more" if most == MOST_ROWS else ""
+        further = "" if more else "; for more, decode plainly or export to an engine"
         lines.append(
-            f"drafting pays for up to {most}{more} sequences decoded together"
+            f"drafting pays for up to {most}{more} sequences decoded together{further}"
             if most
             else "drafting is not expected to pay in batches"
         )
