@@ -52,6 +52,12 @@ MUTANTS = (
         "runtime/test_int8_copies.py",
     ),
     Mutant(
+        "draft models: drafts beyond their context, where sequences decide together",
+        "selfspec/drafters/autoregressive.py", "self._room(seq, min(limit.depth, limit.nodes))",
+        "min(limit.depth, limit.nodes)",
+        "drafters/test_draft_model.py drafters/test_cross_vocabulary.py",
+    ),
+    Mutant(
         "windows: slots that a row takes over stand where rejected nodes stood",
         "selfspec/runtime/cache.py", "self._settle_positions(row, self.length[row], length)", "pass",
         "runtime/test_windows.py engine/test_reuse.py",
