@@ -37,7 +37,7 @@ demo: $(VENV)/.installed
 	else \
 	    (set -x; $(BIN)/selfspec generate --profile $(PROFILE) --compare --chat "$(QUESTION)"); \
 	fi; \
-	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,skip,hf --num-prompts 3 --rounds 2 --temperature 0)
+	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,profile,hf --num-prompts 3 --rounds 2 --temperature 0)
 
 test: $(VENV)/.installed
 	$(BIN)/ruff format --check .

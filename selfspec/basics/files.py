@@ -187,7 +187,10 @@ def write_bytes(path: Path, *data: bytes | memoryview) -> None:
             file.writelines(data)
             file.flush()
             os.fsync(file.fileno())
-        set_mode(name, 0o666)
+        if path.exists():
+            os.chmod(name, stat.S_IMODE(path.stat().st_mode))
+        else:
+            set_mode(name, 0o666)
         os.replace(name, path)
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):

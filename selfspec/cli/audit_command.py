@@ -78,7 +78,7 @@ def run(options: AuditCommand) -> int:
         "machine": machine(llm.runtime.device),
         "device": llm.runtime.device.type,
         "dtype": str(llm.runtime.dtype).removeprefix("torch."),
-        "skip": drafting.source,
+        "drafts": drafting.source,
         "prompt_source": encoded.source,
     }
     if options.json:
@@ -94,7 +94,8 @@ def _report(llm: LLM, result: Audit, where: dict[str, str], prompts: str) -> Non
         line = f"prompt {prompt + 1}, {difference_line(llm, difference)}"
         console.print(line, markup=False, soft_wrap=True, style=None if difference.near_tie else "bold red")
     s = result.stats
-    console.print(f"{where['model']}, {where['machine']}, {where['dtype']}; drafts: {where['skip']}", soft_wrap=True)
+    about = f"{where['model']}, {where['machine']}, {where['dtype']}; drafts: {where['drafts']}"
+    console.print(about, markup=False, soft_wrap=True)
     console.print(f"prompts: {prompts}", markup=False, soft_wrap=True)
     console.print(
         f"{result.prompts} prompts, {result.tokens} tokens, {s.drafted} drafted, {s.accepted} accepted "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_not_read, check_writable, write_text
@@ -83,14 +84,14 @@ def _has_task_figures(method: Mapping[str, Any]) -> bool:
 
 
 def _table(title: str, by_task: Mapping[str, Any]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     table.add_column("task", no_wrap=True, max_width=MAX_NAME_WIDTH)
     for name in ("n", "tok/s", "tok/pass", "/ plain", "median", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in (*by_task["tasks"], {"task": "overall", **by_task["overall"]}):
         ratio, same = row["ratio"]["plain"], row["same_text"]
         table.add_row(
-            row["task"],
+            Text(row["task"]),
             str(row["prompts"]),
             f"{row['mean_tokens_per_second']:.2f}",
             f"{row['mean_accepted_tokens']:.2f}",
@@ -138,7 +139,7 @@ def run(options: BenchCommand) -> int:
     drafts = any_drafts(methods)
     for temperature in temperatures:
         check_sampling(temperature, None, None)
-    if drafts and profile is not None:
+    if profile is not None:
         check_profile(profile, read_identity(name))
     if options.data.chat:
         check_chat(name)
@@ -148,8 +149,8 @@ def run(options: BenchCommand) -> int:
         widened=options.widen,
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
-        profile=(profile or options.drafting.profile) if drafts else "none",
-        store=options.drafting.store if drafts else None,
+        profile=profile or (options.drafting.profile if drafts else "none"),
+        store=options.drafting.store,
     )
     drafting = drafting_with(
         subjects.profile,
@@ -157,7 +158,7 @@ def run(options: BenchCommand) -> int:
         options.drafting.profile,
         default=subjects.has_default_profile,
         controller=controller,
-        store=options.drafting.store if drafts else None,
+        store=options.drafting.store,
     )
     if options.methods == BENCHED:
         methods = tuple(supported(methods, subjects.plain, drafting.profile))
@@ -170,12 +171,36 @@ def run(options: BenchCommand) -> int:
     rounds = options.rounds or ROUNDS[wide]
     task = BenchTask(methods, encoded.prompts, tokens, rounds, drafting.profile, encoded.tasks, seed=options.seed)
     metadata = {"source": drafting.source, "prompt_source": encoded.source, "chat": encoded.chat}
-    bench, interrupted = run_benchmark(subjects, task, temperatures, metadata, out=options.out, oracle=_oracle())
+    saved = _Saved(options.out)
+    bench, interrupted = run_benchmark(subjects, task, temperatures, metadata, save=saved, oracle=_oracle())
     if options.json:
         print_json(bench)
     else:
         _report(bench, stdout())
+    saved.check()
     return 130 if interrupted else 0
+
+
+class _Saved:
+    """Writes results to the file `out`, if there is one; where that fails, they can be printed all the same."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self._error: SelfspecError | None = None
+
+    def __call__(self, results: dict[str, Any]) -> None:
+        """Write the results so far."""
+        self._error = None
+        try:
+            if self._out is not None:
+                write_text(self._out, json.dumps(results, indent=1) + "\n")
+        except SelfspecError as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise `SelfspecError` if the last results could not be written."""
+        if self._error is not None:
+            raise self._error
 
 
 def run_benchmark(
@@ -184,13 +209,13 @@ def run_benchmark(
     temperatures: list[float],
     metadata: Mapping[str, Any],
     *,
-    out: Path | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda results: None,
     oracle: Oracle | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """Run the benchmark at each temperature; return its results and whether it was interrupted.
 
-    `metadata`: fields added to the results. `out`: JSON file of the results, written after each temperature. `oracle`:
-    computes the upper bound on the speedup, as in `Benchmark`. An interrupt before the first results is raised.
+    `metadata`: fields added to the results. `save`: called with the results after each temperature. `oracle`: computes
+    the upper bound on the speedup, as in `Benchmark`. An interrupt before the first results is raised.
     """
     from selfspec.measure.bench import Benchmark
 
@@ -201,8 +226,7 @@ def run_benchmark(
             for temperature in temperatures:
                 shown.temperature = temperature
                 results["temperatures"].append(bench.run_temperature(temperature))
-                if out is not None:
-                    write_text(out, json.dumps(results, indent=1) + "\n")
+                save(results)
         except KeyboardInterrupt:
             if not results["temperatures"]:
                 raise
@@ -289,9 +313,9 @@ def _report(bench: dict[str, Any], console: Console) -> None:
         f"{bench['model']}{wide}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
         f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
         f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
-        f"skip: {bench['source']}{bits_text}",
+        f"profile: {bench['source']}{bits_text}",
         f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "
-        f"{bench['layouts']['skip']} for drafting ({size(bench['extra_bytes'])} more)"
+        f"{bench['layouts']['drafting']} for drafting ({size(bench['extra_bytes'])} more)"
         + (f"; held in {bench['held']}, exactly" if bench["held"] else ""),
     ]
     for name, passes in bench["passes"].items():
@@ -322,14 +346,15 @@ def _tables(result: dict[str, Any]) -> list[Table]:
     others = method_table(None, "first token", "next, p50", "next, p95", "memory")
     for name, m in result["methods"].items():
         speeds.add_row(
-            name,
+            Text(name),
             f"{m['tokens_per_second']:.2f}",
             *("1" if base == name else ratio(m["ratio"][base]) for base in bases),
             f"{m['tokens_per_round']:.2f}",
             "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
         )
         first, following = m["first_token_seconds"], m["inter_token_seconds"]
-        others.add_row(name, _ms(first["p50"]), _ms(following["p50"]), _ms(following["p95"]), size(m["memory_bytes"]))
+        latencies = (_ms(first["p50"]), _ms(following["p50"]), _ms(following["p95"]))
+        others.add_row(Text(name), *latencies, size(m["memory_bytes"]))
     return [speeds, others]
 
 
@@ -352,19 +377,20 @@ def _notes(bench: dict[str, Any], result: dict[str, Any]) -> list[str]:
             f"{result['read_bandwidth'] / bench['bytes_read']:.4g} tok/s; a plain step takes "
             f"{result['plain_of_roofline']:.0%} of its time to read the weights"
         )
-    if skip := result.get("skip"):
-        places = " ".join(f"{share:.0%}" for share in result["methods"]["skip"]["acceptance_by_position"])
-        v = " ".join(f"v({w}) {value:.2f}" for w, value in skip["v"].items())
-        accepted = result["methods"]["skip"]["accepted_per_round"]
-        lines.append(f"skip: {accepted:.2f} drafted tokens accepted a pass; by position: {places}")
+    if drafts := result.get("profile"):
+        places = " ".join(f"{share:.0%}" for share in result["methods"]["profile"]["acceptance_by_position"])
+        v = " ".join(f"v({w}) {value:.2f}" for w, value in drafts["v"].items())
+        accepted = result["methods"]["profile"]["accepted_per_round"]
+        lines.append(f"profile: {accepted:.2f} drafted tokens accepted a pass; by position: {places}")
         lines.append(
-            f"in plain steps: draft step c {skip['c']:.2f}; verification {v}; overhead of a round {skip['round']:.2f}"
+            f"in plain steps: draft step c {drafts['c']:.2f}; verification {v}; overhead of a round "
+            f"{drafts['round']:.2f}"
         )
         by = " by rule token" if result["temperature"] else ""
-        bound = f"; oracle bound{by} {skip['oracle']['speedup']:.2f}" if "oracle" in skip else ""
+        bound = f"; oracle bound{by} {drafts['oracle']['speedup']:.2f}" if "oracle" in drafts else ""
         lines.append(
-            f"predicted speedup over plain: by theory (i.i.d.) {skip['theory']:.2f}, by the costs of its rounds "
-            f"{skip['costs_of_its_rounds']:.2f}{bound}"
+            f"predicted speedup over plain: by theory (i.i.d.) {drafts['theory']:.2f}, by the costs of its rounds "
+            f"{drafts['costs_of_its_rounds']:.2f}{bound}"
         )
     return [*lines, *texts_line(result)]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from selfspec.basics.files import check_not_read, check_writable
 from selfspec.cli.bench_command import check_named, method_table, ratio, read_temperatures, run_benchmark, texts_line
@@ -60,7 +62,7 @@ def run(options: CompareCommand) -> int:
         check_chat(name)
     subjects = load_model_copies(
         name,
-        named_methods or ["skip", *applicable(Profile(model=identity), options.draft_model)],
+        named_methods or ["profile", *applicable(Profile(model=identity), options.draft_model)],
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
         profile=named_profile or options.profile,
@@ -77,10 +79,10 @@ def run(options: CompareCommand) -> int:
     if options.json:
         print_json(bench)
     else:
-        _report(bench, _prepared(subjects.skip, task), stdout())
+        _report(bench, _prepared(subjects.drafting, task), stdout())
         _recommend(best, options, name, stdout())
     if options.out is not None:
-        _save(subjects.skip, best, task, bench, options)
+        _save(subjects.drafting, best, task, bench, options)
     return 130 if interrupted else 0
 
 
@@ -149,7 +151,7 @@ def _report(bench: Mapping[str, Any], prepared: Mapping[str, float], console: Co
         f"{bench['model']}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
         f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
         f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
-        f"skip: {bench['source']}",
+        f"profile: {bench['source']}",
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
@@ -171,7 +173,7 @@ def _table(result: Mapping[str, Any], prepared: Mapping[str, float]) -> Table:
         m = result["methods"][name]
         more = m["memory_bytes"] - least
         table.add_row(
-            Path(name).name if is_profile(name) else name,
+            Text(Path(name).name if is_profile(name) else name),
             "1" if name == "plain" else ratio(m["ratio"]["plain"]),
             f"{m['tokens_per_round']:.2f}",
             "-" if m["acceptance_rate"] is None else f"{m['acceptance_rate']:.0%}",
@@ -223,18 +225,20 @@ def _recommend(best: Recommendation, options: CompareCommand, model: str, consol
     )
     if not best.faster:
         console.print("it is not faster at every temperature; the guard bounds the loss", soft_wrap=True)
-    console.print(f"selfspec generate --model {model} {_use(best.method, options)}", soft_wrap=True, markup=False)
+    command = f"selfspec generate --model {quote(model)} {_use(best.method, options)}"
+    console.print(command, soft_wrap=True, markup=False)
 
 
 def _use(method: str, options: CompareCommand) -> str:
     """Return the options of `generate` that select a method."""
     if options.out is not None:
-        return f"--profile {options.out}"
+        return f"--profile {quote(str(options.out))}"
     if is_profile(method):
-        return f"--profile {method}"
-    if method in ("skip", "guarded"):
-        return f"--profile {options.profile}"
-    return f"--profile {options.profile} --method {method}" if method == "path" else f"--method {method}"
+        return f"--profile {quote(method)}"
+    if method in ("profile", "guarded"):
+        return f"--profile {quote(options.profile)}"
+    own = "" if options.profile in ("auto", "none") and method != "path" else f"--profile {quote(options.profile)} "
+    return f"{own}--method {quote(method)}"  # the profile's costs and proposers were measured with the method
 
 
 def _save(llm: LLM, best: Recommendation, task: BenchTask, bench: Mapping[str, Any], options: CompareCommand) -> None:

@@ -71,7 +71,7 @@ def run_many(command: GenerateCommand) -> int:
     plans = {} if first is None else {first.index: llm.plan(first.prompt, how)}
     if first is not None:
         request.hint(llm, plans[first.index], how)
-    done = _finished_indices(command.out, jobs)
+    done = _finished_indices(command.out, jobs, command.limit)
     if done:
         message = f"{command.out}: {len(done)} of {len(jobs)} are done already"
         stderr().print(message, markup=False, soft_wrap=True)
@@ -125,7 +125,7 @@ def _key(llm: LLM, command: GenerateCommand, how: Options, schema: str | None, p
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
+def _finished_indices(out: Path, jobs: Sequence[_Job], limit: int | None) -> set[int]:
     """Return the indices of the prompts with results in the file; drop an incomplete last line and lines of errors.
 
     Raises `SelfspecError` if the file holds anything else.
@@ -141,6 +141,8 @@ def _finished_indices(out: Path, jobs: Sequence[_Job]) -> set[int]:
             index, key = int(row["index"]), str(row["key"])
         except (ValueError, TypeError, KeyError, OverflowError):
             raise SelfspecError(f"{out}:{number}: not a result of this command; expected another --out file") from None
+        if limit is not None and index >= limit:
+            raise SelfspecError(f"{out}:{number}: a result of prompt {index + 1}, beyond --num-prompts {limit}")
         if not 0 <= index < len(jobs) or jobs[index].key != key:
             raise SelfspecError(
                 f"{out}:{number}: a result of another prompt, model or decoding option; expected another --out file"

@@ -18,7 +18,7 @@ from selfspec.search.options import SearchOptions
 from selfspec.training.options import TrainOptions
 from selfspec.types.methods import OWN
 
-BENCHED = "plain,skip,hf,hf-prompt-lookup"  # the methods that `bench` runs if none are named
+BENCHED = "plain,profile,hf,hf-prompt-lookup"  # the methods that `bench` runs if none are named
 # Options in a group of the help.
 _drafting = partial(typer.Option, rich_help_panel="Drafting")
 _guided = partial(typer.Option, rich_help_panel="Guided generation (needs llguidance)")

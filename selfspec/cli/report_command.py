@@ -99,13 +99,13 @@ def _profile(options: ReportCommand, ledger: Ledger | None) -> Profile | None:
             return picked
         except SelfspecError as error:
             raise SelfspecError(f"{error}, or give --profile") from None
-    if options.model is not None or options.bench is None:
+    if options.bench is None:
         raise SelfspecError("nothing to report on; expected --profile, --study or --bench")
     return None
 
 
 def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples:
-    """Decode a few held-out prompts with the profile's drafter, greedily and without the guard."""
+    """Decode a few prompts, held out if they can be, with the profile's drafter, greedily and without the guard."""
     raw_prompts = options.data.read(held_out=True)
     options.device_options.set_threads()
 
@@ -119,10 +119,13 @@ def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples
     except SelfspecError as error:
         raise SelfspecError(f"{error}; --no-sample writes the page without loading the model") from None
     encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
-    return _generate_samples(llm, profile, encoded, options.max_new_tokens)
+    held_out = options.data.source is None or options.data.preset  # of a file, a search may have read all
+    return _generate_samples(llm, profile, encoded, options.max_new_tokens, held_out=held_out)
 
 
-def _generate_samples(llm: LLM, profile: Profile, encoded: EncodedPrompts, n: int) -> _DecodedSamples:
+def _generate_samples(
+    llm: LLM, profile: Profile, encoded: EncodedPrompts, n: int, *, held_out: bool
+) -> _DecodedSamples:
     from selfspec.measure.timing import conditions
     from selfspec.show.markup import legend_html, tokens_html
     from selfspec.show.report import ShownSample
@@ -144,9 +147,9 @@ def _generate_samples(llm: LLM, profile: Profile, encoded: EncodedPrompts, n: in
     )
     total = Stats.total(done.stats for done in outputs)
     intro = (
-        f"{len(outputs)} held-out prompts ({encoded.summary}), continued greedily by {llm.name} with this profile's "
-        f"drafts ({profile.draft.summary}), without the guard: {total.tokens} tokens in {total.rounds} "
-        f"passes of the whole model, {total.tokens_per_round:.2f} a pass (1 in plain decoding); "
+        f"{len(outputs)} {'held-out ' if held_out else ''}prompts ({encoded.summary}), continued greedily by "
+        f"{llm.name} with this profile's drafts ({profile.draft.summary}), without the guard: {total.tokens} tokens in "
+        f"{total.rounds} passes of the whole model, {total.tokens_per_round:.2f} a pass (1 in plain decoding); "
         f"{total.accepted} of {total.drafted} drafted tokens were accepted. Hover over a token, tap it "
         "or tab to it for its probability, its round, and the tokens rejected at its position."
     )

@@ -115,7 +115,7 @@ class ChainDrafter(ControlledDrafter):
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return a draft for each sequence, with the further candidates that the controller asks for."""
         most = [
-            (self._room(seq, min(limit.depth, limit.nodes)), limit.lookup)
+            (self._most_drafted(seq, min(limit.depth, limit.nodes)), limit.lookup)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
         load = self.load if len(seqs) > 1 else None
@@ -135,7 +135,7 @@ class ChainDrafter(ControlledDrafter):
                 load.record_pass(sum(chain.passes[-1] for chain in live if chain.passes), clock() - start)
         return [self._drafted(chain, limit.nodes) for chain, limit in zip(chains, limits, strict=True)]
 
-    def _room(self, seq: SequenceState, max_tokens: int) -> int:
+    def _most_drafted(self, seq: SequenceState, max_tokens: int) -> int:
         """Return how many of `max_tokens` tokens can be drafted after the sequence. Called once before each draft."""
         return max_tokens
 

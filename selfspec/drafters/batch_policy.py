@@ -36,6 +36,13 @@ def decide_together(drafter: Drafter, load: BatchDraftScheduler | None) -> None:
             inner.load = load
 
 
+def teach(drafter: Drafter, on: bool) -> None:
+    """Set whether proposers inside a drafter learn from its texts, as those of earlier answers do."""
+    for inner in _inside(drafter):
+        if isinstance(inner, ControlledDrafter):
+            inner.teaches = on
+
+
 def chain_of(drafter: Drafter) -> ChainDrafter | None:
     """Return the first autoregressive drafter, whose draft passes the batch's cost model covers; None: not found."""
     return next((inner for inner in _inside(drafter) if isinstance(inner, ChainDrafter)), None)

@@ -48,6 +48,7 @@ class ControlledDrafter:
     drafts = True
 
     load: BatchDraftScheduler | None = None  # scheduler of the whole batch; None: controllers decide
+    teaches = True  # whether proposers that learn get the texts
 
     def __init__(self, controller: Controller, proposer_chain: ProposerChain) -> None:
         self.controller = controller
@@ -70,10 +71,10 @@ class ControlledDrafter:
             self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
-        """Pass the text to the proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
+        """Pass the text to proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
         self._own.pop(seq, None)
         self._histories.pop(seq, None)
-        if (state := self._proposer_states.pop(seq, None)) is not None:
+        if (state := self._proposer_states.pop(seq, None)) is not None and self.teaches:
             state.finish(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -154,7 +155,7 @@ class PlainDrafter:
         """Return an empty draft for each sequence."""
         return [NO_DRAFT] * len(seqs)
 
-    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan:
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
         """Return a plain decode step."""
         return RoundPlan()
 

@@ -92,7 +92,7 @@ class ModelDrafter(LayerSkipDrafter):
         self._right.pop(seq, None)
         self._missing.pop(seq, None)
 
-    def _room(self, seq: SequenceState, max_tokens: int) -> int:
+    def _most_drafted(self, seq: SequenceState, max_tokens: int) -> int:
         """Return as many tokens as fit the draft model's context length."""
         return max(min(max_tokens, self.runtime.skeleton.context - len(seq.tokens)), 0)
 
@@ -180,7 +180,7 @@ class CrossVocabularyDrafter(ChainDrafter):
         super().end(seq)
         self._texts.pop(seq, None)
 
-    def _room(self, seq: SequenceState, max_tokens: int) -> int:
+    def _most_drafted(self, seq: SequenceState, max_tokens: int) -> int:
         """Tokenise the text for the draft model; return as many tokens as fit that model's context length."""
         self.runtime.skeleton.refresh()
         text = self._texts[seq] = (self.words.read(seq.tokens) or []) if max_tokens else []

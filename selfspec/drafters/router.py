@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from selfspec.drafters.guard import Guard
 from selfspec.profile.schema import Profile
-from selfspec.speculation.drafter import Drafter, Limit
+from selfspec.speculation.drafter import DelegatingDrafter, Drafter, Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sequence import SequenceState
@@ -134,6 +134,8 @@ def calibrate(drafter: Drafter) -> None:
 
     Call `calibrate` before the first seeded sequence. A drafter without a guard is left unchanged.
     """
+    while isinstance(drafter, DelegatingDrafter) and not isinstance(drafter, Guard):
+        drafter = drafter.drafter  # such as one that is timed
     first = drafter.routes[0].drafter if isinstance(drafter, Router) else drafter
     if isinstance(first, Guard):
         first.calibrate()

@@ -22,7 +22,7 @@ from selfspec.llm.keyword_hints import with_keyword_hints
 from selfspec.llm.local_costs import local_payoff
 from selfspec.llm.messages import render, validate_messages
 from selfspec.llm.options import GenerateOptions, ManyOptions, Options, options_method
-from selfspec.llm.sampling_plan import Plan, new_tokens, plan, with_deadline
+from selfspec.llm.sampling_plan import Deadline, Plan, new_tokens, plan
 from selfspec.llm.stream import Generation, Stream
 from selfspec.models.adapters import Adapters, load_adapters
 from selfspec.models.half_storage import held_dtypes
@@ -351,7 +351,7 @@ class LLM:
         seq = SequenceState(
             ids, planned.max_new_tokens, planned.sampler, planned.final_tokens, continuation=planned.continuation
         )
-        stop = with_deadline(text.push, planned.config.max_time)
+        stop = Deadline(text.push, planned.config.max_time)
         decoding = partial(decode, self.runtime, drafter, seq, rule=planned.rule, stop=stop, on_prefill=on_prefill)
         rounds = self._adapter_switcher.rounds(options.adapter, lambda begin: decoding(reuse=begin), reuse=reuse)
         guided = options.guide is not None

@@ -27,6 +27,7 @@ from selfspec.models.families import is_lean, parts_of
 from selfspec.models.native_library import timing_key
 from selfspec.profile.schema import Profile
 from selfspec.runtime.base import Runtime
+from selfspec.runtime.device_rounds import RoundPlan
 from selfspec.speculation.drafter import Limit
 from selfspec.speculation.drafts import NO_DRAFT, Draft
 from selfspec.speculation.rules import find_rule
@@ -65,6 +66,10 @@ class Probe(PlainDrafter):
         synchronise(self.drafter.runtime.device)
         self.seconds = clock() - start
         return drafts
+
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        """Return None: rounds run on the host, where they can be timed in parts."""
+        return None
 
 
 def timed_rounds(
@@ -139,7 +144,7 @@ def local_payoff(runtime: Runtime, profile: Profile) -> PayoffModel | None:
 
 
 def measure_shares(runtime: Runtime, path: DraftPath) -> Shares:
-    """Time rounds in the decoding loop; return the median costs, or an empty dict if the context is too short.
+    """Time rounds in the decoding loop; return the median shares of a plain round; empty if the context is too short.
 
     Raises `BusyError` while the runtime has a stream.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.options import Options
-from selfspec.llm.sampling_plan import Plan, with_deadline
+from selfspec.llm.sampling_plan import Deadline, Plan
 from selfspec.llm.stream import Generation, Spans, count_round, finish_of
 from selfspec.models.adapters import Adapters
 from selfspec.runtime.base import Runtime
@@ -78,14 +78,14 @@ class Request:
                 "expected rule match, or no seed"
             )
         self._text = TextStream(llm.tokenizer, self.prompt, planned.stops)
-        stop = with_deadline(self._text.push, planned.config.max_time)
+        self._deadline = Deadline(self._text.push, planned.config.max_time)
         self.seq = SequenceState(
             list(self.prompt),
             planned.max_new_tokens,
             planned.sampler,
             planned.final_tokens,
             rule=planned.rule,
-            stop=stop,
+            stop=self._deadline,
             continuation=planned.continuation,
         )
         self.tokens: list[int] = []  # new tokens so far
@@ -130,6 +130,7 @@ class Request:
     def mark_admitted(self) -> None:
         """Record that the engine admitted the request to a cache row; the time of its first round starts now."""
         if not self._admitted:  # afterwards, what it left itself may be cached
+            self._deadline.restart()  # waiting for a row is not counted
             self.stats.num_cached, self._admitted = self.seq.num_cached, True
         self._since = time.perf_counter()
 

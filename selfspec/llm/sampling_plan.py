@@ -242,12 +242,20 @@ def _numbers(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def with_deadline(push: Callable[[int], bool], seconds: float | None) -> Callable[[int], bool]:
-    """Return a function that calls `push(token)`, and returns True (stop) if `push` does or `seconds` have passed.
+class Deadline:
+    """A function that calls `push(token)`, and returns True (stop) if `push` does or `seconds` have passed.
 
-    None for `seconds`: no time limit.
+    They pass from its making, or from the last `restart`. None for `seconds`: no time limit.
     """
-    if seconds is None:
-        return push
-    deadline = time.perf_counter() + seconds
-    return lambda token: push(token) or time.perf_counter() > deadline
+
+    def __init__(self, push: Callable[[int], bool], seconds: float | None) -> None:
+        self._push, self._seconds = push, math.inf if seconds is None else seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the time begin anew."""
+        self._begun = time.perf_counter()
+
+    def __call__(self, token: int) -> bool:
+        """Add a token; return whether the text ends with it."""
+        return self._push(token) or time.perf_counter() > self._begun + self._seconds

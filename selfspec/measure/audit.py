@@ -287,8 +287,14 @@ def compare(
     plain, draft = last["plain"], last["draft"]
     difference = None
     if comparable:
+        ids, reference = llm.encode(prompt), None
+        if plain_llm is not None and plain_llm is not llm:  # the two layouts round differently
+            common = plain.tokens[: in_common(plain.tokens, draft.tokens)]
+            prefix = torch.tensor([[*ids, *common]], device=plain_llm.runtime.device)
+            with torch.no_grad():
+                reference = plain_llm.model(prefix, logits_to_keep=1).logits[0, -1]
         difference = first_difference(
-            llm.runtime, llm.encode(prompt), plain.tokens, draft.tokens, sampler=planned.sampler
+            llm.runtime, ids, plain.tokens, draft.tokens, sampler=planned.sampler, reference=reference
         )
     return Comparison(
         plain=plain,

@@ -39,7 +39,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8)  # tokens per pass of the timed forward passes
 class BenchTask:
     """The task of a benchmark: run each of `methods` on each of `prompts`, `rounds` times.
 
-    `profile`: the profile that the methods `skip`, `path` and `guarded` draft with. `tasks`: the task name of each
+    `profile`: the profile that the methods `profile`, `path` and `guarded` draft with. `tasks`: the task name of each
     prompt; empty for no figures by task. `patience`: the number of prompts after which a method that is slower than
     plain decoding is dropped (None: never). `seed`: seed of sampling, with which each run of a method on a prompt gives
     the same text (None: random texts).
@@ -85,7 +85,7 @@ class _Ran:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The upper bound on the speedup of `skip`: a drafter that always stops drafting at the best point.
+    """The upper bound on the speedup of `profile`: a drafter that always stops drafting at the best point.
 
     `bound(llm, task, costs, temperature)`: returns the speedup and the tokens per round of that drafter.
     `seconds(lengths, max_new_tokens, pace)`: returns the seconds that this is expected to take on prompts of these
@@ -100,7 +100,7 @@ class Oracle:
 class Benchmark:
     """A benchmark, which runs one temperature at a time.
 
-    `subjects`: the copies of the model that the methods run on. `oracle`: the upper bound of `skip`; None: it is not
+    `subjects`: the copies of the model that the methods run on. `oracle`: the upper bound of `profile`; None: it is not
     computed. `watch`: the progress callbacks.
     """
 
@@ -137,7 +137,7 @@ class Benchmark:
             "layouts": dict(s.layouts),
             "held": s.plain.held,
             "weight_bytes": own,
-            "extra_bytes": weight_bytes(s.skip.model) - own + s.skip.runtime.extra_bytes(t.profile.path),
+            "extra_bytes": weight_bytes(s.drafting.model) - own + s.drafting.runtime.extra_bytes(t.profile.path),
             "bytes_read": read,
             "read_bandwidth": bandwidth,
             "roofline": bandwidth / read,
@@ -150,8 +150,8 @@ class Benchmark:
     def run_temperature(self, temperature: float) -> Json:
         """Run every method at a temperature and return its figures.
 
-        If `skip` is among the methods and its path is cheaper than the full model, the result also holds the speedups
-        of `skip` by measured costs, by theory and by the oracle.
+        If `profile` is among the methods and its path is cheaper than the full model, the result also holds its
+        speedups by measured costs, by theory and by the oracle.
         """
         t = self.task
         options = same_length(
@@ -180,8 +180,9 @@ class Benchmark:
                 measured = [base for base in bases if base in complete]
                 tasks = by_task(ran.runs, name, t.tasks, bases=measured, verdicts=verdicts)
                 result["methods"][name]["by_task"] = tasks
-        if self._measures_skip:
-            result["skip"] = self._about_skip(options, [run for prompt in ran.runs.stats["skip"] for run in prompt])
+        if self._measures_profile:
+            runs = [run for prompt in ran.runs.stats["profile"] for run in prompt]
+            result["profile"] = self._about_profile(options, runs)
         release_memory()
         read = _bytes_read(self.subjects.plain)
         result["process_peak_bytes"] = process_peak()
@@ -217,7 +218,7 @@ class Benchmark:
             warm[name] = stats
             if len(warm) == len(methods):
                 seconds, runs = expected_runs(warm, lengths[warm_prompt], lengths, t, pace)
-                watch.estimate(seconds, runs, self._seconds_about_skip())
+                watch.estimate(seconds, runs, self._seconds_about_profile())
 
         def on_run(name: str, prompt: int) -> None:
             texts[name][prompt].add(last[name])
@@ -294,21 +295,21 @@ class Benchmark:
         return Pace.from_runtime(self.subjects.plain.runtime, max(self._lengths) + self.task.max_new_tokens)
 
     @property
-    def _measures_skip(self) -> bool:
-        return "skip" in self.task.methods and self.task.profile.path.cheaper
+    def _measures_profile(self) -> bool:
+        return "profile" in self.task.methods and self.task.profile.path.cheaper
 
     @property
-    def _skip_oracle(self) -> Oracle | None:
-        """The oracle, if the runtime of `skip` can replay drafts, many of them in one pass."""
-        return self.oracle if self.subjects.skip.runtime.trees else None
+    def _profile_oracle(self) -> Oracle | None:
+        """The oracle, if the runtime of `profile` can replay drafts, many of them in one pass."""
+        return self.oracle if self.subjects.drafting.runtime.trees else None
 
-    def _seconds_about_skip(self) -> float:
-        """Return the seconds that `_about_skip` is expected to take."""
-        if not self._measures_skip:
+    def _seconds_about_profile(self) -> float:
+        """Return the seconds that `_about_profile` is expected to take."""
+        if not self._measures_profile:
             return 0.0
         pace, context = self._pace, self._context()
         seconds = path_costs_seconds(pace.at(context).step, pace.prefill(context))
-        if (oracle := self._skip_oracle) is not None:
+        if (oracle := self._profile_oracle) is not None:
             seconds += oracle.seconds(self._lengths, self.task.max_new_tokens, pace)
         return seconds
 
@@ -316,32 +317,33 @@ class Benchmark:
         keys = round(statistics.mean(self._lengths)) + self.task.max_new_tokens // 2
         return max(0, min(keys, self.subjects.plain.runtime.skeleton.context - max(WIDTHS)))
 
-    def _about_skip(self, options: Options, runs: Sequence[Stats]) -> Json:
+    def _about_profile(self, options: Options, runs: Sequence[Stats]) -> Json:
         s, t = self.subjects, self.task
         self.watch.stage("measuring costs")
-        planned = s.skip.plan(t.prompts[0], options)
+        planned = s.drafting.plan(t.prompts[0], options)
         context = self._context()
         costs = measure_path_costs(
-            s.skip.runtime,
+            s.drafting.runtime,
             t.profile.path,
             context=context,
             sampler=planned.sampler,
         )
         # All figures are relative to the time of a plain decode step on the copy whose layout suits plain decoding.
         plain = costs.plain
-        if s.plain is not s.skip:
+        if s.plain is not s.drafting:
             plain = costs.round + forward_seconds(s.plain.runtime, context, repeats=24)
+        below = t.profile.layer_skip.below
         rounds = [done for run in runs for done in run.log[1:]]  # the first round is the prefill, without a draft
         result: Json = {
             "c": costs.base / plain,
             "v": {str(w): costs.verification(w) / plain for w in WIDTHS},
             "round": costs.round / plain,
             "theory": theory(rounds, costs) * plain / costs.plain,
-            "costs_of_its_rounds": expected(rounds, costs) * plain / costs.plain,
+            "costs_of_its_rounds": expected(rounds, costs, head=below.step if below else 0.0) * plain / costs.plain,
         }
-        if (oracle := self._skip_oracle) is not None:
+        if (oracle := self._profile_oracle) is not None:
             self.watch.stage("bounding")
-            speedup, tokens = oracle.bound(s.skip, t, costs, options.temperature or 0.0)
+            speedup, tokens = oracle.bound(s.drafting, t, costs, options.temperature or 0.0)
             result["oracle"] = {"speedup": speedup * plain / costs.plain, "tokens_per_round": tokens}
         return result
 

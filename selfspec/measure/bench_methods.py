@@ -22,10 +22,10 @@ LOOKUP_TOKENS = 10  # tokens that prompt lookup drafts, the value in transformer
 
 EXIT = "assistant_early_exit"  # in `BenchMethod.settings`, a value of n means: exit after 1/n of the layers
 THEIR_DRAFT_MODEL = "hf-model:"
-OF_PROFILE = ("skip", "path", "guarded")  # methods that draft as the benchmark's profile says
+OF_PROFILE = ("profile", "path", "guarded")  # methods that draft as the benchmark's profile says
 
 _log = logging.getLogger("selfspec")
-Weights = Literal["plain", "skip", "hf"]
+Weights = Literal["plain", "drafting", "hf"]
 Keep = Callable[[Sequence[int]], None]
 
 
@@ -33,7 +33,7 @@ Keep = Callable[[Sequence[int]], None]
 class BenchMethod:
     """One decoding method that a benchmark compares.
 
-    `weights`: the copy of the model that the method runs on: `plain` and `skip` have the weight layouts that suit plain
+    `weights`: the copy of the model that the method runs on: `plain` and `drafting` have the layouts that suit plain
     decoding and drafting, `hf` the layout as loaded. `profile(llm, profile)`: for selfspec's drafting methods, returns
     the profile to draft with, given the benchmark's profile; None for plain decoding and for methods of `transformers`.
     `guarded`: whether the guard bounds the cost of drafting, as in `generate`. `settings`, for methods of
@@ -91,7 +91,7 @@ def _of_file(name: str) -> BenchMethod:
         check_profile(own, llm.identity)
         return own
 
-    return BenchMethod("skip", profile)
+    return BenchMethod("drafting", profile)
 
 
 def _of_draft_model(name: str) -> BenchMethod:
@@ -119,10 +119,10 @@ def _of_draft_model(name: str) -> BenchMethod:
 
 METHODS = {
     "plain": BenchMethod("plain"),
-    "skip": BenchMethod("skip", lambda _, profile: profile),
-    "path": BenchMethod("skip", lambda _, profile: profile.path_only),
-    "guarded": BenchMethod("skip", lambda _, profile: profile, guarded=True),
-    EARLY_EXIT: _named(EARLY_EXIT, "skip"),
+    "profile": BenchMethod("drafting", lambda _, profile: profile),
+    "path": BenchMethod("drafting", lambda _, profile: profile.path_only),
+    "guarded": BenchMethod("drafting", lambda _, profile: profile, guarded=True),
+    EARLY_EXIT: _named(EARLY_EXIT, "drafting"),
     **{name: _named(name) for name in FREE},
     # methods of transformers: plain decoding, early exit after half of the layers, and prompt lookup
     "hf": BenchMethod("hf"),
@@ -175,7 +175,7 @@ def weights_of(methods: Sequence[str]) -> set[Weights]:
 
 def any_drafts(methods: Sequence[str]) -> bool:
     """Return whether any method runs on the copy of the model whose weight layout is chosen for drafting."""
-    return "skip" in weights_of(methods)
+    return "drafting" in weights_of(methods)
 
 
 def check_supported(name: str, llm: LLM, profile: Profile) -> None:

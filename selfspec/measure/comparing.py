@@ -22,7 +22,7 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
     """
     names = ["plain"]
     if profile.drafts:
-        names.append("skip")
+        names.append("profile")
         names += ["path"] if profile.path.cheaper and profile.path_only != profile else []
     names += [*FREE, EARLY_EXIT]
     names += [f"{kind}{draft_model}" for kind in NAMED] if draft_model else []

@@ -96,15 +96,15 @@ def _fill(new: Tensor, old: Tensor, *, clear: bool = False) -> None:
 class ModelCopies:
     """The copies of a benchmark's model, each with the weight layout that suits the methods that run on it.
 
-    `plain`: the copy for plain decoding. `skip`: the copy for drafting; the same object as `plain` if the layouts are
-    equal. `hf`: the copy for `transformers`' own generate, in the layout as loaded; None if no method needs it.
-    `layouts`: the layouts of `plain` and `skip` by name. `widened`: the factor by which the model was widened (1: not
+    `plain`: the copy for plain decoding. `drafting`: that for drafting; the same object as `plain` if the layouts are
+    equal. `hf`: that for `transformers`' own generate, in the layout as loaded; None if no method needs it. `layouts`:
+    the layouts of `plain` and `drafting` by name. `widened`: the factor by which the model was widened (1: not
     widened). `identity`: the identity of the model before widening. `profile`: the profile to draft with (None: plain
     decoding); `has_default_profile`: whether that is the default profile, as none is known for the weights.
     """
 
     plain: LLM
-    skip: LLM
+    drafting: LLM
     hf: LLM | None
     layouts: Mapping[str, str]
     identity: Identity
@@ -113,17 +113,17 @@ class ModelCopies:
     has_default_profile: bool = False
 
     def on(self, weights: Weights) -> LLM:
-        """Return the copy named `plain`, `skip` or `hf`. Raises `ValueError` if that copy was not loaded."""
-        llm = {"plain": self.plain, "skip": self.skip, "hf": self.hf}[weights]
+        """Return the copy named `plain`, `drafting` or `hf`. Raises `ValueError` if that copy was not loaded."""
+        llm = {"plain": self.plain, "drafting": self.drafting, "hf": self.hf}[weights]
         if llm is None:
             raise ValueError(f"no model was loaded for {weights}; pass its methods to load_model_copies")
         return llm
 
     @property
     def models(self) -> dict[str, LLM]:
-        """The distinct copies by name: `skip` only if it is not the same object as `plain`, `hf` only if loaded."""
-        copies = {"plain": self.plain, "skip": self.skip} | ({} if self.hf is None else {"hf": self.hf})
-        return {name: llm for name, llm in copies.items() if name != "skip" or llm is not self.plain}
+        """The distinct copies by name: `drafting` only if it is not the same object as `plain`, `hf` only if loaded."""
+        copies = {"plain": self.plain, "drafting": self.drafting} | ({} if self.hf is None else {"hf": self.hf})
+        return {name: llm for name, llm in copies.items() if name != "drafting" or llm is not self.plain}
 
 
 def load_model_copies(
@@ -151,9 +151,9 @@ def load_model_copies(
         check_profile(chosen, identity)
     low = chosen is not None and chosen.path.low_precision
     times = layout_times(model)
-    layouts = {"plain": choose(times, drafting=False), "skip": choose(times, drafting=True, quantized_drafts=low)}
+    layouts = {"plain": choose(times, drafting=False), "drafting": choose(times, drafting=True, quantized_drafts=low)}
     if not any_drafts(methods):
-        layouts["skip"] = layouts["plain"]
+        layouts["drafting"] = layouts["plain"]
 
     def ready(model: Any, layout: str | None) -> LLM:
         if layout is not None:
@@ -161,11 +161,11 @@ def load_model_copies(
         return wrap(model, tokenizer, profile="none", name=name)
 
     hf = ready(_copy_of(model), None) if "hf" in weights_of(methods) else None
-    skip = None if layouts["skip"] == layouts["plain"] else ready(_copy_of(model), layouts["skip"])
+    drafting = None if layouts["drafting"] == layouts["plain"] else ready(_copy_of(model), layouts["drafting"])
     plain = ready(model, layouts["plain"])
-    if skip is not None and fastest_plain((plain, skip)) is skip:
-        plain, layouts["plain"] = skip, layouts["skip"]
-    return ModelCopies(plain, skip or plain, hf, layouts, identity, widened, chosen, default)
+    if drafting is not None and fastest_plain((plain, drafting)) is drafting:
+        plain, layouts["plain"] = drafting, layouts["drafting"]
+    return ModelCopies(plain, drafting or plain, hf, layouts, identity, widened, chosen, default)
 
 
 def _copy_of(model: Any) -> Any:

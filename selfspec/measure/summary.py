@@ -15,6 +15,7 @@ import torch
 from selfspec.basics.checked_model import Json
 from selfspec.measure.audit import Difference, first_difference, in_common
 from selfspec.types.costs import CostModel
+from selfspec.types.draft_work import HEAD_STEP
 from selfspec.types.stats import Round, acceptance_by_position
 
 if TYPE_CHECKING:
@@ -162,13 +163,17 @@ def theory(rounds: Sequence[Round], costs: CostModel) -> float:
     return tokens * costs.plain / (costs.round + g * costs.base + verification)
 
 
-def expected(rounds: Sequence[Round], costs: CostModel) -> float:
-    """Return the speedup over plain decoding, prefill excluded, that the cost model predicts for these rounds."""
+def expected(rounds: Sequence[Round], costs: CostModel, *, head: float = 0.0) -> float:
+    """Return the speedup over plain decoding, prefill excluded, that the cost model predicts for these rounds.
+
+    `head`: the time of a step of a head below the path, in draft steps.
+    """
     tokens = sum(done.tokens for done in rounds)
     if not tokens:
         return 1.0
     counted = Counter((done.work, 1 + done.nodes) for done in rounds)
-    return tokens * costs.plain / costs.seconds(counted, costs.call_costs(costs.base))
+    prices = {**costs.call_costs(costs.base), HEAD_STEP: head * costs.base}
+    return tokens * costs.plain / costs.seconds(counted, prices)
 
 
 def _quantiles(seconds: Sequence[float]) -> Json:

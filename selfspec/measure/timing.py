@@ -17,11 +17,13 @@ from transformers.generation import BaseStreamer
 
 from selfspec.basics.machine import machine, synchronise
 from selfspec.drafters import PlainDrafter
+from selfspec.drafters.batch_policy import teach
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import DEFAULT_NEW_TOKENS, Options
 from selfspec.llm.stream import Generation
 from selfspec.profile.schema import Measurement
 from selfspec.runtime.base import Runtime
+from selfspec.runtime.device_rounds import RoundPlan, RoundPlanner
 from selfspec.runtime.worker_group import check_runtime_unsharded
 from selfspec.speculation.drafter import DelegatingDrafter, Drafter, Limit
 from selfspec.speculation.drafts import Draft
@@ -113,12 +115,13 @@ def method(
 ) -> Method:
     """Return decoding with `drafter` as a method to time, from the prompt to the text.
 
-    `keep` receives every generation.
+    `keep` receives every generation. No run teaches proposers that learn from texts: the next one would repeat it.
     """
-    timed = _Timed(drafter)
+    timed = _TimedPlanner(drafter) if isinstance(drafter, RoundPlanner) else _Timed(drafter)
+    teach(drafter, False)
 
     def run(prompt: Prompt) -> Stats:
-        timed.seconds = 0.0
+        timed.seconds, timed.planned = 0.0, 0
         begun = time.perf_counter()
         stream = llm.start(prompt, options, drafter=timed, pieces=False)
         ready = time.perf_counter()
@@ -126,7 +129,7 @@ def method(
         synchronise(llm.runtime.device)
         stats = generation.stats
         stats.seconds = time.perf_counter() - begun
-        stats.drafting = timed.seconds
+        stats.drafting = 0.0 if timed.planned else timed.seconds
         if stats.log:
             first = stats.log[0]
             stats.log[0] = replace(first, seconds=first.seconds + ready - begun)
@@ -138,15 +141,28 @@ def method(
 
 
 class _Timed(DelegatingDrafter):
-    """A drafter whose calls of `propose` are timed; on a GPU, only until the kernels are launched."""
+    """A drafter whose calls of `propose` are timed; on a GPU, only until the kernels are launched.
 
-    seconds = 0.0
+    `planned`: the number of rounds on the device, whose drafting cannot be timed apart.
+    """
+
+    seconds, planned = 0.0, 0
 
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         begun = time.perf_counter()
         drafts = super().propose(seqs, limits)
         self.seconds += time.perf_counter() - begun
         return drafts
+
+
+class _TimedPlanner(_Timed):
+    """The same of a drafter whose rounds may run on the device, as they do where nothing is timed."""
+
+    def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
+        assert isinstance(self.drafter, RoundPlanner)
+        plan = self.drafter.plan_round(seqs, limit, ahead=ahead)
+        self.planned += plan is not None
+        return plan
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]

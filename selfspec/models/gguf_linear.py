@@ -232,6 +232,7 @@ class BlockLinear(StoredLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product `[.., out]` with `x` `[.., in]`; gradients pass through it to its inputs."""
         if torch.is_grad_enabled() and x.requires_grad:
-            return F.linear(x, self.weight.to(x.dtype), self.bias)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.linear(x, self.weight.to(x.dtype), bias)
         rows = super().forward(x.reshape(-1, self.in_features))
         return rows.reshape(*x.shape[:-1], self.out_features)

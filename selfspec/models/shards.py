@@ -79,7 +79,7 @@ def local_sizes(model: Any, parts: Parts, sizes: Sizes) -> Sizes:
             "process; expected a number of processes that divides both"
         )
     units = sum(_outputs(module, parts) for module in mlp.modules)
-    units //= 1 if units * model._tp_size == sizes.intermediate else 2  # gate and up, where there is a gate
+    units //= 2 if len(mlp.modules) > 1 or units == 2 * sizes.intermediate else 1  # gate and up, where there is a gate
     return replace(sizes, heads=q // parts.head_dim, kv_heads=k // parts.head_dim, intermediate=units)
 
 

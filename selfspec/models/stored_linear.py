@@ -189,9 +189,12 @@ class PackedLinear(PartLinear):
         self.bias = None if packed.bias is None else packed.bias.narrow(0, start, linear.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product `[.., out]` with `x` `[.., in]`, in the weight's dtype even under autocast."""
+        """Return the product `[.., out]` with `x` `[.., in]`, in the weight's dtype even under autocast.
+
+        Where `x` needs a gradient, it passes through, and autocast applies.
+        """
         x = x.to(self.packed.dtype)
-        if torch.is_grad_enabled() and x.requires_grad:  # gradients pass through to the inputs
+        if torch.is_grad_enabled() and x.requires_grad:
             return F.linear(x, self.weight, self.bias)
         return super().forward(x)
 

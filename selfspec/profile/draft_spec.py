@@ -60,6 +60,11 @@ class DraftSpec(Data):
         return None
 
     @property
+    def checks_lookup(self) -> bool:
+        """Whether draft steps check lookup tokens, and so run over several tokens."""
+        return False
+
+    @property
     def leaf_specs(self) -> Sequence[DraftSpec]:
         """The specs inside this spec that contain no further specs; by default this spec itself."""
         return (self,)

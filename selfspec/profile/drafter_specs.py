@@ -39,6 +39,11 @@ class _ChosenSpec(DraftSpec):
         return self.step
 
     @property
+    def checks_lookup(self) -> bool:
+        """Whether there are proposers, whose tokens one draft step checks together."""
+        return bool(self.proposers)
+
+    @property
     def _lookup_summary(self) -> str:
         return f"; proposers: {kinds_of(self.proposers)}" if self.proposers else ""
 
@@ -243,6 +248,11 @@ class MergedSpec(DraftSpec):
         """Highest step cost of the drafters; None if any drafter's spec does not state its cost."""
         shares = [drafter.step_share for drafter in self.drafters]
         return None if None in shares else max(share for share in shares if share is not None)
+
+    @property
+    def checks_lookup(self) -> bool:
+        """Whether draft steps of any drafter check lookup tokens."""
+        return any(drafter.checks_lookup for drafter in self.drafters)
 
     @property
     def may_name_files(self) -> bool:

@@ -238,8 +238,8 @@ class Profile(Data):
                 self.costs, self.path, layers, curve, vocabulary=self.draft_share, spared=spared
             )
         if (step := self.draft.step_share) is not None:
-            checks = self.draft.kind in ("model", "swift", "clasp") and proposers_of(self.draft)
-            return replace(payoff, draft=step, wider=tuple(step * share for share in (1.0, *WIDER)) if checks else ())
+            wider = tuple(step * share for share in (1.0, *WIDER)) if self.draft.checks_lookup else ()
+            return replace(payoff, draft=step, wider=wider)
         below = self.layer_skip.below
         return payoff if below is None else replace(payoff, head=below.step * (payoff.wider or (payoff.draft,))[0])
 
@@ -318,9 +318,9 @@ def bring_path(profile: Profile, folder: Path, *, trained: bool = True) -> dict[
     They are those of its int4 weights and, if `trained`, of its trained modules. Raises `SelfspecError` if a file
     cannot be copied.
     """
-    draft, brought = profile.layer_skip, dict[str, ModuleFile]()
-    for name in (draft.int4_weights, draft.trained if trained else None):
-        if name is not None:
-            brought[name] = profile.parts[name]
-            bring_parts({name: brought[name]}, profile.part_path(name).parent, folder)
+    draft = profile.layer_skip
+    names = [name for name in (draft.int4_weights, draft.trained if trained else None) if name is not None]
+    brought = {name: profile.parts[name] for name in names}
+    if brought and profile.folder is not None:
+        bring_parts(brought, profile.folder, folder)
     return brought

@@ -68,10 +68,10 @@ def check_method(name: str) -> None:
 def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
     """Return the profile of a named decoding method, with the costs of `profile` if there is one.
 
-    `plain`: no drafts; `skip`: the profile itself; `path`: its draft path without lookup tokens; `early-exit`: the
+    `plain`: no drafts; `profile`: the profile itself; `path`: its draft path without lookup tokens; `early-exit`: the
     first half of the layers; `model:NAME`: a draft model; `staged:NAME`: a draft model that itself verifies lookup
     tokens (Spector and Re 2308.04623); otherwise the method of that name, `lookup` with the profile's proposers.
-    Raises `SelfspecError` for an unknown name, and for `skip` and `path` without a profile that drafts.
+    Raises `SelfspecError` for an unknown name, and for `profile` and `path` without a profile that drafts.
     """
     check_method(name)
     if name == "plain":
@@ -80,7 +80,7 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
         return (profile or Profile(model=model)).model_copy(update={"draft": draft, "acceptance": None, "also": []})
     if profile is None or not profile.drafts:
         raise SelfspecError(f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search")
-    return profile if name == "skip" else profile.path_only
+    return profile if name == "profile" else profile.path_only
 
 
 def quantized_profile(model: Identity, mode: Literal["int8", "int4"], *, head: HeadMode, drafted: int) -> Profile:

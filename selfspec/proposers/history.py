@@ -36,7 +36,7 @@ class AnswerHistory:
         self._vocabulary = vocabulary or 0
         self.texts = SuffixAutomaton()
         check_answers(self.path)
-        if is_empty(self.path):
+        if missing_or_empty(self.path):
             return
         first, *lines = read_text(self.path).split("\n")
         if (file_vocabulary := _vocabulary(first)) != self._vocabulary:
@@ -94,13 +94,13 @@ class AnswerHistory:
 def check_answers(path: str | Path) -> None:
     """Raise `SelfspecError` if `path` is not a file of earlier answers, and no such file can be created at `path`."""
     path = Path(path)
-    if is_empty(path):
+    if missing_or_empty(path):
         check_writable(path)
     elif not keeps_answers(path):
         raise SelfspecError(f"{path}: holds no answers that selfspec kept; name another file")
 
 
-def is_empty(path: Path) -> bool:
+def missing_or_empty(path: Path) -> bool:
     """Return whether there is no file, or one that nothing was written to yet."""
     return kind(path) == "missing" or (path.is_file() and not path.stat().st_size)
 

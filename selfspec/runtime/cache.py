@@ -161,9 +161,9 @@ class Cache(CacheRows):
     With `keys_transposed`, the keys of a head are stored transposed, `[d, slots]`: a CPU multiplies one query with all
     keys fastest in this layout.
 
-    `track_positions`: whether to keep `positions`, see `CacheRows`, on `positions_device`, which is that of a pass's
-    tokens (None: the first layer's). `max_copy_bytes`: the most memory of int8 copies;
-    where they take more there are none.
+    `track_positions`: whether to keep `positions`, see `CacheRows`. `positions_device`: the device of `positions` and
+    of a pass's tokens (None: the first layer's). `max_copy_bytes`: the most memory of int8 copies; where they take more
+    there are none.
     """
 
     def __init__(

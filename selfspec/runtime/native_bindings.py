@@ -43,7 +43,7 @@ _LONGEST_VECTOR = 16  # float32 values; sizes of a native model have to be multi
 class NativePass:
     """The layers of one draft path, and the norm after the last layer, as one native call; see `native_pass`.
 
-    `attending`: the numbers of the layers whose attention it runs.
+    `attention_layers`: the numbers of the layers whose attention it runs.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NativePass:
         resources: Sequence[Any],
     ) -> None:
         self._resources = (norm, *resources)  # keeps alive what `layers` point to
-        self.attending = tuple(i for i, layer in enumerate(layers) if layer.attention.onto)
+        self.attention_layers = tuple(i for i, layer in enumerate(layers) if layer.attention.onto)
         described = (LayerStruct * len(layers))(*layers)
         s = sizes
         widest = max((product.into for product in resources if isinstance(product, NativeProduct)), default=0)
@@ -86,7 +86,7 @@ class NativePass:
         scratch = torch.empty(functions.selfspec_scratch(self._address, place, threads))
         to = None if out is None else out.data_ptr()
         functions.selfspec_pass(self._address, place, stream.data_ptr(), to, scratch.data_ptr(), threads)
-        batch.ran()
+        batch.mark_copies()
         return out, streams
 
 
@@ -121,14 +121,14 @@ class NativeBatch:
         self.slots_struct = self._row_struct
         self._resources: Any = ()  # keeps alive what `slots_struct` points to
         self._copies: Int8Copies | None = None
-        self._rounds: list[tuple[int, int, Sequence[int]]] = []  # what the pass marks as valid in the copies
+        self._unmarked: list[tuple[int, int, Sequence[int]]] = []  # what the pass marks as valid in the copies
 
-    def ran(self) -> None:
+    def mark_copies(self) -> None:
         """Note that the pass was run: the copies that it read are valid."""
-        for rounded in self._rounds:
+        for rounded in self._unmarked:
             assert self._copies is not None
             self._copies.mark_valid(*rounded)
-        self._rounds.clear()
+        self._unmarked.clear()
 
     def _checked(self, indices: int | Tensor, n: int, end: int) -> tuple[Tensor, int]:
         """Return positions or slots as int64, and the largest. Raises `RuntimeError` for any not in 0 to `end` - 1."""
@@ -139,12 +139,12 @@ class NativeBatch:
             raise _beyond(first if first < 0 else last, end)
         return (self._numbers[indices : indices + n] if isinstance(indices, int) else indices.long().contiguous()), last
 
-    def _round(self, segment: Segment, row: int, first: int, copied: Sequence[int] | None) -> None:
+    def _round(self, segment: Segment, row: int, first: int, int8_layers: Sequence[int] | None) -> None:
         """Set whether attention reads int8 copies, and which slots are rounded: `first` is the first one written."""
         place = self.slots_struct
-        copies = self._cache.copies if copied is not None and isinstance(self._cache, Cache) else None
+        copies = self._cache.copies if int8_layers is not None and isinstance(self._cache, Cache) else None
         place.rounded = copies is not None
-        if copies is None or copied is None:
+        if copies is None or int8_layers is None:
             return
         if copies is not self._copies:
             self._copies = copies
@@ -152,8 +152,8 @@ class NativeBatch:
                 struct.rounded_keys, struct.rounded_values = copies.keys.data_ptr(), copies.values.data_ptr()
                 struct.key_scales, struct.value_scales = (scales.data_ptr() for scales in copies.scales)
                 struct.each_rounded, struct.rounded_blocks = copies.keys[0].numel(), copies.table.shape[1]
-        segment.rounded = copies.first_invalid(row, first, copied)
-        self._rounds.append((row, first, copied))
+        segment.rounded = copies.first_invalid(row, first, int8_layers)
+        self._unmarked.append((row, first, int8_layers))
         segment.rounded_blocks = copies.table[row].data_ptr()
 
     def for_row(
@@ -164,15 +164,15 @@ class NativeBatch:
         masks: Sequence[Tensor] | None,
         row: int,
         *,
-        copied: Sequence[int] | None = None,
+        int8_layers: Sequence[int] | None = None,
     ) -> NativeBatch:
         """Set up a pass over `n` tokens of one cache row.
 
         `masks` are additive, `[1, 1, n, S]`, one for each attention spec, and hide what is outside its window.
-        `copied`: the layers whose attention reads the cache's int8 copies, if it has any (None: it does not). Other
+        `int8_layers`: the layers whose attention reads the cache's int8 copies, if it has any (None: none does). Other
         arguments as in `Runtime.forward`. Raises `RuntimeError` for positions or slots out of range.
         """
-        self._rounds.clear()  # of a pass that did not run
+        self._unmarked.clear()  # of a pass that did not run
         self.slots_struct, segment = self._row_struct, self._segment
         place = self.slots_struct
         segment.blocks, end = self._cache.blocks_of(row)
@@ -182,18 +182,18 @@ class NativeBatch:
         pointers = array("q", () if masks is None else [mask.data_ptr() for mask in masks])
         self._resources = (position_ids, to, masks, pointers)
         segment.n = place.n = n
-        self._round(segment, row, slots if isinstance(slots, int) else int(slots.min()), copied)
+        self._round(segment, row, slots if isinstance(slots, int) else int(slots.min()), int8_layers)
         segment.kv_len = place.kv_len = last + 1 if masks is None else masks[0].shape[-1]
         segment.masks = None if masks is None else pointers.buffer_info()[0]
         place.positions, place.slots = position_ids.data_ptr(), to.data_ptr()
         return self
 
-    def for_drafts(self, placed: Sequence[PlacedDraft], *, copied: Sequence[int] | None = None) -> NativeBatch:
-        """Set up a pass over drafts, each with its root first; `copied` is as in `for_row`.
+    def for_drafts(self, placed: Sequence[PlacedDraft], *, int8_layers: Sequence[int] | None = None) -> NativeBatch:
+        """Set up a pass over drafts, each with its root first; `int8_layers` is as in `for_row`.
 
         Raises `RuntimeError` for positions or slots out of range.
         """
-        self._rounds.clear()
+        self._unmarked.clear()
         positions, slots, masks = array("q"), array("q"), list[Any]()
         self.slots_struct, segments = self._drafts_struct, (Segment * len(placed))()
         place, last = self.slots_struct, self._positions
@@ -216,7 +216,7 @@ class NativeBatch:
                 segment.first, segment.masks = start + 1, pointers.buffer_info()[0]
             if start < 0 or segment.kv_len > end or deepest >= last:
                 raise _beyond(start if start < 0 else segment.kv_len - 1, min(end, last))
-            self._round(segment, row, start, copied)
+            self._round(segment, row, start, int8_layers)
             place.kv_len = max(place.kv_len, segment.kv_len)
         self._resources = (positions, slots, masks, segments)
         place.n, place.segments, place.segment = len(slots), len(placed), ctypes.addressof(segments)

@@ -161,6 +161,7 @@ def source_frame(bench: Json) -> pd.DataFrame:
     for result in bench["temperatures"]:
         for name, method in result["methods"].items():
             tasks = (method.get("by_task") or {"tasks": ()})["tasks"]
+            tasks = [entry if entry["task"] != "all" else {**entry, "task": '"all"'} for entry in tasks]
             for entry in (*tasks, {"task": "all", "sources": method.get("sources", {})}):
                 shares = entry.get("sources", {}).items()
                 rows += [
@@ -174,9 +175,9 @@ def position_frame(rounds: Sequence[Round]) -> pd.DataFrame:
     """Return a frame with a row for each draft `position`, from 1.
 
     `drafts`: the number of drafts that reach the position. `acceptance`: the share of these drafts whose token at the
-    position was accepted. The column `method` is `skip`, and `temperature` 0.
+    position was accepted. The column `method` is `profile`, and `temperature` 0.
     """
-    frame = _positions(acceptance_by_position(rounds), "skip", 0.0)
+    frame = _positions(acceptance_by_position(rounds), "profile", 0.0)
     frame["drafts"] = [float(sum(done.drafted >= place for done in rounds)) for place in frame["position"]]
     return frame
 

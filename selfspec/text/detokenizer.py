@@ -80,7 +80,7 @@ class TextStream:
         """Return the window's text that is settled, and its text with the tokens up to `end`.
 
         Where the new tokens leave the prompt's text as it is, a last character that looks incomplete was a real U+FFFD,
-        or was never completed: then it is no part of the new text.
+        or is not completed by these tokens: then it is no part of the new text.
         """
         after = self._decode(self._from, end)
         if self._decoded <= self._first and after.startswith(self._prompt_text):

@@ -108,7 +108,7 @@ def fit(
         fitted, progress = bridged(llm, own, *_bridge_texts(texts), options, callbacks)
         return _finished(llm, part, out, fitted, profile, own, texts, progress, options, callbacks, interrupted=False)
     state = State(out / f"{part}.checkpoint", _checkpoint_config(llm, part, texts, options, own))
-    if len(texts) < FEWEST:
+    if len(texts.numbers(held_out=False)) < FEWEST:
         state.forget()  # its texts are no longer in the cache, and may become others
     interrupted = False
     student = _student(llm, part, options)  # raises before minutes are spent on texts

@@ -94,8 +94,9 @@ class State:
         return bool(self._checkpoint)
 
     def forget(self) -> None:
-        """Begin anew, as if there were no checkpoint."""
+        """Delete the checkpoint, to begin anew."""
         self._checkpoint, self.progress = {}, Progress()
+        self.path.unlink(missing_ok=True)
 
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
         """Load weights and optimiser state from the checkpoint, if there is one. Raises `SelfspecError` as `_load`."""

@@ -21,7 +21,7 @@ EARLY_EXIT = "early-exit"
 DRAFT_MODEL = "model:"  # followed by the draft model's name
 STAGED = "staged:"  # followed by the name of a draft model that itself verifies lookup tokens
 NAMED = (DRAFT_MODEL, STAGED)
-OWN = ("plain", "skip", "path", EARLY_EXIT, *FREE)
+OWN = ("plain", "profile", "path", EARLY_EXIT, *FREE)
 
 
 def draft_model_of(name: str, kinds: Sequence[str] = NAMED) -> str | None:

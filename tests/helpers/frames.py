@@ -6,10 +6,10 @@ import pandas as pd
 
 SOURCES = pd.DataFrame(
     [
-        (0.0, "skip", "qa", "draft path", 0.9),
-        (0.0, "skip", "all", "draft path", 0.6),
-        (0.0, "skip", "all", "lookup", 0.25),
-        (0.8, "skip", "all", "lookup", 0.1),
+        (0.0, "profile", "qa", "draft path", 0.9),
+        (0.0, "profile", "all", "draft path", 0.6),
+        (0.0, "profile", "all", "lookup", 0.25),
+        (0.8, "profile", "all", "lookup", 0.1),
     ],
     columns=["temperature", "method", "task", "source", "share"],
 )

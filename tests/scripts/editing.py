@@ -2,7 +2,7 @@
 
     python tests/scripts/editing.py --out editing.jsonl
     selfspec bench --model smollm2-135m --prompts editing.jsonl --chat \\
-        --methods plain,skip,path,lookup,hf,hf-prompt-lookup --temperature 0 --rounds 1 --max-new-tokens 256
+        --methods plain,profile,path,lookup,hf,hf-prompt-lookup --temperature 0 --rounds 1 --max-new-tokens 256
 """
 
 from __future__ import annotations

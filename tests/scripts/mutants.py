@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "draft models: drafts beyond their context, where sequences decide together",
-        "selfspec/drafters/autoregressive.py", "self._room(seq, min(limit.depth, limit.nodes))",
+        "selfspec/drafters/autoregressive.py", "self._most_drafted(seq, min(limit.depth, limit.nodes))",
         "min(limit.depth, limit.nodes)",
         "drafters/test_draft_model.py drafters/test_cross_vocabulary.py",
     ),

@@ -48,14 +48,14 @@ from subjects import (
 BUILTIN_PROFILE = "profiles/stdlib-llama-3.7m.yaml"
 METHODS = {
     "plain": "plain",
-    "selfspec": "skip",
+    "selfspec": "profile",
     "drafts alone": "path",
     "lookup alone": "lookup",
     "no search": "default",
 }
 LOW_BIT = {"int8 drafts alone": "int8", "int4 drafts alone": "int4"}
 OURS = METHODS | LOW_BIT
-OF_PROFILE = ("skip", "path", "int8", "int4")  # those of `OURS` that a searched profile is needed for
+OF_PROFILE = ("profile", "path", "int8", "int4")  # those of `OURS` that a searched profile is needed for
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
 

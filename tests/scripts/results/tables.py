@@ -228,7 +228,7 @@ def loses(ratio: float) -> bool:
 
 
 def rendered(name: str, page: Path, kind: str = "results") -> str:
-    """The table of a file of docs/results, with its conditions; or its table by task, whose conditions are these."""
+    """The table of a file of docs/results, with its conditions; or its table by task, without conditions."""
     found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     if kind == "by task":
         return f"\n{by_task(found)}\n\n"

@@ -98,13 +98,13 @@ class TestGenerate:
         code, out, _ = cli("generate", "--max-new-tokens", 5, stdin=PROMPT.encode())
         assert (code, out) == (0, llm.generate(PROMPT, max_new_tokens=5).text + "\n")
 
-    @pytest.mark.parametrize("method", ["plain", "skip", "path", "early-exit", "model:builtin", *FREE])
+    @pytest.mark.parametrize("method", ["plain", "profile", "path", "early-exit", "model:builtin", *FREE])
     def test_any_method_gives_the_same_text(self, ran, llm, profile_file, method):
-        profile = ("--profile", profile_file) if method in ("skip", "path") else ()
+        profile = ("--profile", profile_file) if method in ("profile", "path") else ()
         found = json.loads(ran("generate", PROMPT, "--method", method, *profile, "--max-new-tokens", 20, "--json"))
         assert found["tokens"] == llm.generate(PROMPT, max_new_tokens=20).tokens
         assert (found["stats"]["drafted"] > 0) == (method != "plain")
-        of_paths = dict.fromkeys(("skip", "path", "early-exit", "swift", "clasp"), "draft path")
+        of_paths = dict.fromkeys(("profile", "path", "early-exit", "swift", "clasp"), "draft path")
         of_blocks = dict.fromkeys(("gauss-seidel", "hybrid-jacobi"), "jacobi")
         source = {**of_paths, **of_blocks, "model:builtin": "draft model"}.get(method, method)
         assert {name for name, count in found["stats"]["sources"].items() if count} <= {source}
@@ -425,11 +425,11 @@ class TestBench:
         assert (data["prompts"], data["max_new_tokens"], data["rounds"], data["widened"]) == (2, 6, 1, 1)
         assert [at["temperature"] for at in data["temperatures"]] == [0, 0.8]
         for at in data["temperatures"]:
-            assert list(at["methods"]) == ["plain", "skip", "hf", "hf-prompt-lookup"]
+            assert list(at["methods"]) == ["plain", "profile", "hf", "hf-prompt-lookup"]
             assert at["methods"]["plain"]["ratio"]["plain"]["median"] == 1
             assert at["methods"]["hf"]["ratio"]["hf"]["median"] == 1
             assert at["plain_of_roofline"] > 0
-            assert at["skip"]["oracle"]["speedup"] > 0
+            assert at["profile"]["oracle"]["speedup"] > 0
         assert re.search(
             r"temperature 0: 8 runs will take about \d+ (s|min), and measuring costs \d+ (s|min), for each of 2", err
         )
@@ -450,7 +450,7 @@ class TestBench:
             "--temperature",
             1,
             "--methods",
-            "plain,skip,hf",
+            "plain,profile,hf",
             "--json",
         )
         assert json.loads(cli(*args, "--seed", 5)[1])["seed"] == 5
@@ -460,11 +460,11 @@ class TestBench:
         assert first == again != other
 
     def test_a_table(self, ran):
-        out = ran(*self.ARGS, "--methods", "plain,skip", "--temperature", "0", "--widen", 2)
+        out = ran(*self.ARGS, "--methods", "plain,profile", "--temperature", "0", "--widen", 2)
         assert "builtin widened 2 times; " in out
         assert "of plain decoding" in out
-        assert re.search(r"^skip +\d+\.\d\d ", out, re.MULTILINE)
-        (drafts,) = re.findall(r"^skip: profile .*", out, re.MULTILINE)
+        assert re.search(r"^profile +\d+\.\d\d ", out, re.MULTILINE)
+        (drafts,) = re.findall(r"^profile: profile .*", out, re.MULTILINE)
         assert drafts.count("skipped") == 1, "the draft path is described once"
         assert "hf" not in out
 
@@ -479,7 +479,7 @@ class TestBench:
         (at,) = json.loads(out)["temperatures"]
         assert code == 0
         assert list(at["methods"]) == ["plain"]
-        assert "skip" not in at
+        assert "profile" not in at
 
 
 class TestCompare:
@@ -488,7 +488,7 @@ class TestCompare:
     def test_all_that_apply_a_table_and_a_profile_to_use(self, cli, ran, profile_file, tmp_path):
         out = ran(*self.ARGS, "--profile", profile_file, "--out", "best.yaml", "--temperature", "0")
         rows = re.findall(r"^(\S+) +\d", out, re.MULTILINE)
-        assert {*FREE, "plain", "skip", "early-exit", "hf", "hf-prompt-lookup"} <= {*rows}
+        assert {*FREE, "plain", "profile", "early-exit", "hf", "hf-prompt-lookup"} <= {*rows}
         assert "output: every method gave the same tokens as plain decoding on every prompt" in out
         assert re.search(r"^recommended: ", out, re.MULTILINE)
         assert max(map(len, re.findall(r"^(?:method|\S+ +\d).*", out, re.MULTILINE))) <= 80
@@ -508,11 +508,11 @@ class TestCompare:
         args = ("compare", "--num-prompts", 2, "--max-new-tokens", 4, "--patience", 2, "--temperature", "0", "--json")
         found = json.loads(cli(*args)[1])
         assert found["source"] == "profile auto drafts nothing for this model"
-        assert "skip" not in found["temperatures"][0]["methods"]
+        assert "profile" not in found["temperatures"][0]["methods"]
         monkeypatch.setattr(Profile, "slower", False)
         found = json.loads(cli(*args)[1])
         assert found["source"].startswith("profile stdlib-llama-3.7m, ")
-        assert "skip" in found["temperatures"][0]["methods"]
+        assert "profile" in found["temperatures"][0]["methods"]
 
     def test_tasks_take_turns_and_have_their_fastest(self, cli, tmp_path):
         rows = [("qa", "def f(x):\n"), ("qa", "class A:\n"), ("rag", "import os\n"), ("rag", "x = 1\n")]
@@ -774,7 +774,7 @@ class TestProfile:
 
 
 WRONG = {
-    "method": ("generate x --method hf", "method 'hf' is not known; known: plain, skip, path, early-exit, lookup"),
+    "method": ("generate x --method hf", "method 'hf' is not known; known: plain, profile, path, early-exit, lookup"),
     "draft model": ("generate x --method model:./no", "model ./no: no such folder"),
     "bench draft model": ("bench --methods plain,model:./no", "model ./no: no such folder"),
     "method without a profile": (
@@ -937,15 +937,15 @@ WRONG = {
     "audit's profile": ("audit --profile other.yaml -m builtin", "of another model: layers 4 in the profile, 16"),
     "bench method": (
         "bench --methods plain,magic",
-        "method 'magic' is not known; known: plain, skip, path, guarded, early-exit, lookup, ",
+        "method 'magic' is not known; known: plain, profile, path, guarded, early-exit, lookup, ",
     ),
-    "compare method": ("compare --methods magic", "method 'magic' is not known; known: plain, skip, path"),
+    "compare method": ("compare --methods magic", "method 'magic' is not known; known: plain, profile, path"),
     "compare draft model": ("compare --draft-model ./no", "model ./no: no such folder"),
     "compare profile": ("compare --methods no.yaml", "no.yaml: no such file"),
-    "compare skip": ("compare --profile none --methods skip", "method 'skip' needs a profile"),
+    "compare no profile": ("compare --profile none --methods profile", "method 'profile' needs a profile"),
     "compare temperature": ("compare --temperature x", "--temperature x: expected numbers"),
     "bench twice": ("bench --methods plain,plain", "a method is named twice"),
-    "bench without plain": ("bench --methods skip", "must have 'plain' among them"),
+    "bench without plain": ("bench --methods profile", "must have 'plain' among them"),
     "bench temperature": ("bench --temperature 0,x", "--temperature 0,x: expected numbers separated by commas"),
     "bench out": ("bench --out no/b.json", "the folder no does not exist"),
     "no questions' file": ("bench --prompts spec-bench:no.jsonl", "no.jsonl: no such file"),

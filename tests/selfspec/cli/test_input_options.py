@@ -54,13 +54,13 @@ def cli(monkeypatch, capsys, tmp_path, llm):
 
 def test_bench(cli):
     args = ("bench", "--prompts", "texts.txt", "--rounds", "1", "--temperature", "0", "--json")
-    args += ("--methods", "plain,skip,hf")
+    args += ("--methods", "plain,profile,hf")
     passes = []
     for more, places in (((), {"cpu"}), (SPREAD, {"cpu", "disk"})):
         out, asked = cli(*args, *more)
         assert asked == [places]
         (at,) = json.loads(out)["temperatures"]
-        assert list(at["methods"]) == ["plain", "skip", "hf"]
+        assert list(at["methods"]) == ["plain", "profile", "hf"]
         passes.append({name: found["tokens_per_round"] for name, found in at["methods"].items()})
     assert passes[0] == passes[1]
 

@@ -25,7 +25,7 @@ def cli(cli, tmp_path):
     small_study(tmp_path / "trials.jsonl")
     shutil.copy(BENCH, tmp_path / "b.json")
     bench = json.loads(BENCH.read_text())
-    bench["temperatures"][0]["methods"]["skip"]["sources"] = {"draft path": 0.5, "lookup": 0.2}
+    bench["temperatures"][0]["methods"]["profile"]["sources"] = {"draft path": 0.5, "lookup": 0.2}
     (tmp_path / "sources.json").write_text(json.dumps(bench))
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "eagle.json").write_text(json.dumps(training()))

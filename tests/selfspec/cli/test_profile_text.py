@@ -17,7 +17,10 @@ from selfspec.types.costs import CostModel
 @pytest.mark.parametrize(
     ("verify", "expected"),
     [
-        ([1.0, 1.0, 2.0], "drafting pays for up to 7 sequences decoded together; for more, decode plainly or export to an engine"),
+        (
+            [1.0, 1.0, 2.0],
+            "drafting pays for up to 7 sequences decoded together; for more, decode plainly or export to an engine",
+        ),
         ([1.0, 1.0, 1.0], "drafting pays for up to 65 or more sequences decoded together"),
         ([1.0, 8.0, 9.0], "drafting is not expected to pay in batches"),
     ],

@@ -108,7 +108,7 @@ def test_a_report_says_what_its_texts_continue(cli, instruct):
 
 
 class TestBench:
-    ARGS = ("bench", "--methods", "plain,skip", "--temperature", 0, "--rounds", 1, "--max-new-tokens", 4, *SKIP)
+    ARGS = ("bench", "--methods", "plain,profile", "--temperature", 0, "--rounds", 1, "--max-new-tokens", 4, *SKIP)
 
     def test_chat_prompts(self, cli, instruct):
         out, _ = cli(*self.ARGS, "--model", instruct, "--num-prompts", 14)
@@ -128,7 +128,7 @@ class TestBench:
         found = json.loads(out)
         assert found == json.loads((tmp_path / "b.json").read_text())
         assert (found["prompt_source"], found["chat"], found["prompts"]) == ("Spec-Bench (question.jsonl)", chat, 4)
-        by_task = found["temperatures"][0]["methods"]["skip"]["by_task"]
+        by_task = found["temperatures"][0]["methods"]["profile"]["by_task"]
         rows = [(row["task"], row["prompts"]) for row in by_task["tasks"]]
         assert rows == [("multi-turn conversation", 2), ("qa", 2)]
         assert by_task["overall"]["same_text"] == {"same": 4, "near_ties": 0, "bugs": 0}

@@ -162,7 +162,7 @@ COMMANDS = {
 }
 COMMANDS["bench"] = {
     **COMMANDS["audit"],
-    "--methods": unknown("plain", "skip", "hf").map(lambda name: f"plain,{name}-"),
+    "--methods": unknown("plain", "profile", "hf").map(lambda name: f"plain,{name}-"),
     "--widen": too_small | no_numbers,
     "--rounds": too_small | no_numbers,
     "--max-new-tokens": too_small | no_numbers,

@@ -664,3 +664,28 @@ def test_rounds_that_a_guide_makes_wider_tell_nothing_of_plain_ones():
             guard.observe(seq, Outcome(NO_DRAFT, (), (0,), STEP))
             seq.tokens += [0] * tokens
     assert 9.0 not in guard.round_times.plain
+
+
+def test_no_width_is_expected_to_take_more_than_a_wider_one_that_was_timed():
+    """Else drafts that fit are denied, until the bound has room for what is assumed of the first."""
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.3), clock=clock)
+    decode(guard, clock, 3, accepted=lambda n: 0)
+    times = guard.round_times
+    assert times.step == 1.0
+    assert times.seconds_besides_drafting(4) == 1.6
+    times.see_drafted(steps_of(8), 2.4, 1.05, 8)
+    assert (times.seconds_besides_drafting(4), times.seconds_besides_drafting(8)) == (1.05, 1.05)
+    assert times.seconds_besides_drafting(16) == 1.6
+    seconds = 1.05 + 2 * 0.3 + 1e-9
+    assert guard._by_clock(seconds, Limit(8)).depth == 2
+
+
+def test_a_guided_round_is_not_planned_for_the_device():
+    """It would be taken for the round on the host that comes in its place."""
+    clock = Clock()
+    guard = Guard(Chain(clock, 0.1), clock=clock)
+    seq = SequenceState([0], 20, Sampler(), continuation=object())
+    guard.begin(seq, STEP)
+    assert guard.plan_round([seq], Limit(8), ahead=False) is None
+    assert not guard._planned

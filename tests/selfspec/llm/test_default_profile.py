@@ -182,7 +182,7 @@ def test_weights_that_cannot_be_quantised_are_left_alone():
 @needs_native
 def test_commands_that_measure_draft_with_the_same(folder):
     loaded = selfspec.load(folder, dtype="float32")
-    copies = load_model_copies(folder, ["plain", "skip"], device="cpu", dtype="float32", profile="auto")
+    copies = load_model_copies(folder, ["plain", "profile"], device="cpu", dtype="float32", profile="auto")
     assert copies.profile == loaded.profile
     assert copies.has_default_profile
     assert load_model_copies(folder, ["plain"], device="cpu", dtype="float32").profile is None

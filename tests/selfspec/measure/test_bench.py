@@ -89,10 +89,10 @@ def test_methods():
 def test_each_method_says_what_it_is_and_on_which_weights_it_runs():
     assert {name: known.weights for name, known in METHODS.items()} == {
         "plain": "plain",
-        "skip": "skip",
-        "path": "skip",
-        "guarded": "skip",
-        "early-exit": "skip",
+        "profile": "drafting",
+        "path": "drafting",
+        "guarded": "drafting",
+        "early-exit": "drafting",
         "lookup": "plain",
         "recycle": "plain",
         "input": "plain",
@@ -125,7 +125,7 @@ def test_methods_that_a_model_cannot_run_are_left_out(llm, monkeypatch, caplog, 
 
 
 def test_draft_models_and_profiles_are_methods_too(tmp_path):
-    assert find_method("parts/eagle.yaml").weights == "skip"
+    assert find_method("parts/eagle.yaml").weights == "drafting"
     assert (find_method("hf-model:small").weights, find_method("hf-model:small").assistant) == ("hf", "small")
     assert [draft_model(name) for name in ("model:a:b", "hf-model:c", "plain")] == ["a:b", "c", None]
     for wrong in ("model:", "hf-model:", "hf-model", "yaml"):
@@ -205,9 +205,9 @@ def found(request, tmp_path_factory):
         patch.setattr(cost_fitting, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(pace, "forward_seconds", lambda *_, **__: ALONE)
         patch.setattr(bench, "read_bandwidth", lambda size, device: 2.0 * size)
-        subjects = load_model_copies("builtin", ["plain", "skip", "hf"], widened=2, device="cpu", dtype="auto")
+        subjects = load_model_copies("builtin", ["plain", "profile", "hf"], widened=2, device="cpu", dtype="auto")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
-        task = BenchTask(("plain", "skip", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
+        task = BenchTask(("plain", "profile", "hf"), ["def f(x):\n", "class A:\n"], NEW_TOKENS, 1, profile)
         events = []
         watch = BenchCallbacks(events.append, lambda *estimate: events.append(estimate), lambda: events.append("run"))
         benchmark = Benchmark(subjects, task, Oracle(lambda *_: (2.0, 3.0), lambda *_: 7.0), watch)
@@ -216,10 +216,10 @@ def found(request, tmp_path_factory):
 
 def test_each_method_has_the_layout_that_serves_it(found, request):
     subjects, conditions, _, _ = found
-    plain, skip = request.node.callspec.params["found"]
-    assert conditions["layouts"] == {"plain": plain, "skip": skip}
-    assert (subjects.skip is subjects.plain) == (plain == skip)
-    assert list(conditions["passes"]) == ["plain", *(["skip"] if plain != skip else []), "hf"]
+    plain, drafting = request.node.callspec.params["found"]
+    assert conditions["layouts"] == {"plain": plain, "drafting": drafting}
+    assert (subjects.drafting is subjects.plain) == (plain == drafting)
+    assert list(conditions["passes"]) == ["plain", *(["drafting"] if plain != drafting else []), "hf"]
 
 
 @pytest.mark.parametrize(("by_rows", "by_columns"), [(2.0, 1.0), (1.0, 2.0)])
@@ -227,9 +227,9 @@ def test_speedups_are_over_the_fastest_plain_decoding(monkeypatch, by_rows, by_c
     """Whichever weights were thought to suit it: here `rows`, and `columns` drafting."""
     monkeypatch.setattr("selfspec.measure.model_copies.layout_times", lambda model: fastest("rows", "columns"))
     monkeypatch.setattr("selfspec.measure.cost_fitting.forward_seconds", seconds_by_rows(by_rows, by_columns))
-    subjects = load_model_copies("builtin", ["plain", "skip"], device="cpu", dtype="auto")
-    assert subjects.layouts == {"plain": "columns" if by_columns < by_rows else "rows", "skip": "columns"}
-    assert (subjects.plain is subjects.skip) == (by_columns < by_rows)
+    subjects = load_model_copies("builtin", ["plain", "profile"], device="cpu", dtype="auto")
+    assert subjects.layouts == {"plain": "columns" if by_columns < by_rows else "rows", "drafting": "columns"}
+    assert (subjects.plain is subjects.drafting) == (by_columns < by_rows)
 
 
 def test_conditions_say_how_it_was_measured(found):
@@ -240,10 +240,10 @@ def test_conditions_say_how_it_was_measured(found):
     assert conditions["widened"] == 2
     assert model.config.hidden_size == 2 * 128
     assert model.config.tie_word_embeddings
-    saved = {name: _held(getattr(subjects, name).model) for name in ("plain", "skip")}
+    saved = {name: _held(getattr(subjects, name).model) for name in ("plain", "drafting")}
     assert (saved["plain"] > 0) == (conditions["held"] is not None) == (conditions["layouts"]["plain"] == "native")
     assert conditions["weight_bytes"] == weights - saved["plain"] + twice["plain"]
-    assert conditions["extra_bytes"] == saved["plain"] - saved["skip"] + twice["skip"] - twice["plain"]
+    assert conditions["extra_bytes"] == saved["plain"] - saved["drafting"] + twice["drafting"] - twice["plain"]
     weights -= saved["plain"]
     assert conditions["bytes_read"] == weights  # the head is the embedding, and of the embedding itself a row is read
     assert conditions["read_bandwidth"] == 2 * weights
@@ -267,19 +267,19 @@ def test_all_models_are_the_same_one(found):
     subjects, _, _, _ = found
     ids = torch.tensor([subjects.plain.encode("import os\n")])
     with torch.no_grad():
-        plain, skip, hf = (llm.model(ids).logits for llm in (subjects.plain, subjects.skip, subjects.hf))
+        plain, drafting, hf = (llm.model(ids).logits for llm in (subjects.plain, subjects.drafting, subjects.hf))
     torch.testing.assert_close(plain, hf, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(skip, hf, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(drafting, hf, atol=1e-3, rtol=1e-3)
     assert subjects.hf.model is not subjects.plain.model
 
 
 def test_a_temperature(found):
     subjects, _, at, events = found
-    assert list(at["methods"]) == ["plain", "skip", "hf"]
+    assert list(at["methods"]) == ["plain", "profile", "hf"]
     step = (
-        1.0 if subjects.skip is subjects.plain else TOLD.round + ALONE
+        1.0 if subjects.drafting is subjects.plain else TOLD.round + ALONE
     )  # a plain step where plain decoding is fastest
-    about = at["skip"]
+    about = at["profile"]
     assert about["oracle"] == {"speedup": 2 * step, "tokens_per_round": 3.0}
     assert (about["c"], about["round"]) == (0.25 / step, 0.25 / step)
     assert (about["v"]["1"], about["v"]["8"]) == (0.75 / step, 1.5 / step)
@@ -303,7 +303,7 @@ def test_the_copy_for_transformers_shares_the_heads_weight_and_keeps_it_whatever
 def test_plain_decoding_has_its_weights_joined_as_drafts_have(monkeypatch):
     """Where layouts are not timed, as on a GPU; else a speedup would be over slower products."""
     monkeypatch.setattr("selfspec.measure.model_copies.layout_times", lambda model: {})
-    copies = load_model_copies("builtin", ["plain", "skip"], device="cpu", dtype="float32")
-    assert copies.plain is copies.skip
+    copies = load_model_copies("builtin", ["plain", "profile"], device="cpu", dtype="float32")
+    assert copies.plain is copies.drafting
     for group in parts_of(copies.plain.model).groups():
         assert joined_tensor([module.weight for module in group.modules]) is not None

@@ -30,7 +30,7 @@ RUNS = Runs(
             runs((20, 20, 4.0), (20, 20, 4.0)),
             runs((30, 30, 1.0), (30, 30, 1.0)),
         ],
-        "skip": [
+        "profile": [
             runs((10, 5, 0.5), (10, 5, 0.5)),
             runs((20, 4, 2.0), (20, 4, 8.0)),
             runs((30, 10, 2.0), (30, 10, 1.5)),
@@ -41,8 +41,8 @@ TASKS = ("qa", "code", "qa")
 
 
 def test_figures_of_each_task():
-    """Speeds of qa: plain 10 and 30 tokens/s, then 5 and 30; skip 20 and 15, then 20 and 20."""
-    found = by_task(RUNS, "skip", TASKS, bases=["plain"], verdicts=["same", "bug", "near_tie"])
+    """Speeds of qa: plain 10 and 30 tokens/s, then 5 and 30; profile 20 and 15, then 20 and 20."""
+    found = by_task(RUNS, "profile", TASKS, bases=["plain"], verdicts=["same", "bug", "near_tie"])
     qa, code = found["tasks"]
     assert (qa["task"], qa["prompts"], code["task"], code["prompts"]) == ("qa", 2, "code", 1)
     assert qa["mean_accepted_tokens"] == pytest.approx(80 / 30)
@@ -59,14 +59,14 @@ def test_sources_are_shares_of_what_came_out():
     one.sources.update({"lookup": 2, "draft path": 4})
     other = Stats(tokens=30, rounds=20, seconds=1.0)
     other.sources.update({"draft path": 10})
-    runs = Runs({"plain": [[Stats(tokens=10, rounds=10, seconds=1.0)]] * 2, "skip": [[one], [other]]})
-    found = by_task(runs, "skip", ("qa", "code"), bases=["plain"], verdicts=None)
+    runs = Runs({"plain": [[Stats(tokens=10, rounds=10, seconds=1.0)]] * 2, "profile": [[one], [other]]})
+    found = by_task(runs, "profile", ("qa", "code"), bases=["plain"], verdicts=None)
     assert [task["sources"] for task in found["tasks"]] == [{"draft path": 0.4, "lookup": 0.2}, {"draft path": 1 / 3}]
     assert found["overall"]["sources"] == {"draft path": 14 / 40, "lookup": 2 / 40}
 
 
 def test_all_prompts_together_are_not_the_mean_of_the_tasks():
-    found = by_task(RUNS, "skip", TASKS, bases=["plain"], verdicts=None)["overall"]
+    found = by_task(RUNS, "profile", TASKS, bases=["plain"], verdicts=None)["overall"]
     assert found["prompts"] == 3
     assert found["mean_accepted_tokens"] == pytest.approx(120 / 38)
     assert found["mean_tokens_per_second"] == pytest.approx(((20 + 10 + 15) / 3 + (20 + 2.5 + 20) / 3) / 2)
@@ -112,7 +112,7 @@ def measured(tmp_path_factory):
         patch.setenv("SELFSPEC_CACHE", str(tmp_path_factory.mktemp("told")))
         patch.setattr("selfspec.models.layout.measure_layouts", lambda model: fastest("rows"))
         patch.setattr("selfspec.measure.cost_fitting.DISTURBED_FACTOR", 1)
-        methods = ("plain", "skip", "hf-prompt-lookup")
+        methods = ("plain", "profile", "hf-prompt-lookup")
         subjects = load_model_copies("builtin", methods, device="cpu", dtype="float64")
         profile = Profile(model=subjects.identity, draft=LayerSkipSpec.from_path(SkipSet((3,), (5,))))
         prompts = ["def f(x):\n", "class A:\n", "import os\n", "x = 1\n"]
@@ -126,7 +126,7 @@ def test_greedy_texts_are_compared(measured):
         assert [(row["task"], row["prompts"]) for row in method["by_task"]["tasks"]] == [("def", 2), ("class", 2)]
         assert all(row["same_text"]["same"] == 2 for row in method["by_task"]["tasks"])
     assert texts_line(measured[0.0]) == [
-        "texts identical to plain decoding's, by token ids: plain 4 of 4; skip 4 of 4; hf-prompt-lookup 4 of 4"
+        "texts identical to plain decoding's, by token ids: plain 4 of 4; profile 4 of 4; hf-prompt-lookup 4 of 4"
     ]
 
 
@@ -136,8 +136,8 @@ def test_sampled_ones_are_not(measured):
 
 
 def test_bugs_and_near_ties_are_said():
-    same = {"skip": {"same_text": {"same": 1, "near_ties": 2, "bugs": 3}}}
-    assert texts_line({"methods": same})[0].endswith("skip 1 of 6 (2 near-ties, 3 BUGS, please report)")
+    same = {"profile": {"same_text": {"same": 1, "near_ties": 2, "bugs": 3}}}
+    assert texts_line({"methods": same})[0].endswith("profile 1 of 6 (2 near-ties, 3 BUGS, please report)")
 
 
 def test_tables_by_task_fit_80_columns(measured):
@@ -145,7 +145,7 @@ def test_tables_by_task_fit_80_columns(measured):
 
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     tables = by_task_tables(measured[0.0])
-    assert [table.title for table in tables] == ["skip, temperature 0", "hf-prompt-lookup, temperature 0"]
+    assert [str(table.title) for table in tables] == ["profile, temperature 0", "hf-prompt-lookup, temperature 0"]
     for table in tables:
         console.print(table)
     shown = console.export_text()
@@ -170,5 +170,5 @@ def test_tables_by_task_fit_80_columns(measured):
 
 
 def test_few_prompts_have_no_table(measured):
-    at = {"temperature": 0, "methods": {"skip": {"by_task": {"tasks": [{}, {}, {}], "overall": {"prompts": 5}}}}}
+    at = {"temperature": 0, "methods": {"profile": {"by_task": {"tasks": [{}, {}, {}], "overall": {"prompts": 5}}}}}
     assert by_task_tables(at) == by_task_notes(at) == []

@@ -48,12 +48,12 @@ class TestApplicable:
         names = applicable(Profile(model=MODEL))
         assert names[:2] == ["plain", "lookup"]
         assert names[-2:] == ["hf", "hf-prompt-lookup"]
-        assert not {"skip", "path"} & set(names)
+        assert not {"profile", "path"} & set(names)
 
     def test_a_draft_path_is_measured_with_and_without_guesses(self):
-        assert applicable(Profile(model=MODEL, draft=PATH))[:3] == ["plain", "skip", "path"]
+        assert applicable(Profile(model=MODEL, draft=PATH))[:3] == ["plain", "profile", "path"]
         alone = PATH.model_copy(update={"proposers": None})
-        assert applicable(Profile(model=MODEL, draft=alone))[:3] == ["plain", "skip", "lookup"]
+        assert applicable(Profile(model=MODEL, draft=alone))[:3] == ["plain", "profile", "lookup"]
 
     def test_a_draft_model_drafts_for_us_and_for_transformers(self):
         names = applicable(Profile(model=MODEL), "./small")

@@ -46,7 +46,7 @@ def large(tmp_path_factory):
     "command",
     [
         ["search", "--modes", "full,int8,int4,skip", "--minutes", "0.3", "--max-new-tokens", "16"],
-        ["bench", "--methods", "plain,skip,hf", "--num-prompts", "1", "--rounds", "1", "--max-new-tokens", "4"],
+        ["bench", "--methods", "plain,profile,hf", "--num-prompts", "1", "--rounds", "1", "--max-new-tokens", "4"],
     ],
     ids=lambda command: command[0],
 )

@@ -64,7 +64,7 @@ def test_a_text_that_ended_early_counts_as_one_of_full_length():
 def test_prompts_of_all_lengths_count_at_their_length():
     """A short first prompt does not stand for the long ones after it."""
     lengths = [40, 4000, 2000, 90]
-    warm = {"plain": run(2000), "skip": run(2000, faster=2.0)}
+    warm = {"plain": run(2000), "profile": run(2000, faster=2.0)}
     seconds, runs = expected_runs(warm, 2000, lengths, task(rounds=3), PACE)
     taken = 3 * sum(run(length, faster=faster).seconds for length in lengths for faster in (1.0, 2.0))
     assert (seconds, runs) == (pytest.approx(taken), 24)

@@ -24,7 +24,7 @@ def test_what_each_drafts():
     drafts = {name: by_method(name, PROFILE, MODEL).draft for name in OWN}
     assert {name: draft.kind for name, draft in drafts.items()} == {
         "plain": "plain",
-        "skip": "layer-skip",
+        "profile": "layer-skip",
         "path": "layer-skip",
         "early-exit": "layer-skip",
         "lookup": "lookup",
@@ -38,7 +38,7 @@ def test_what_each_drafts():
         "clasp": "clasp",
     }
     assert len({str(draft) for draft in drafts.values()}) == len(OWN)
-    assert drafts["skip"] == PATH
+    assert drafts["profile"] == PATH
     assert drafts["path"] == LayerSkipSpec(skip=Skip(attention=[1]))
     assert drafts["early-exit"].skip == Skip(attention=[2, 3], mlp=[2, 3])
     assert by_method("model:small", None, MODEL).draft == ModelSpec(model="small")
@@ -53,7 +53,7 @@ def test_costs_are_the_profiles():
         assert by_method(name, None, MODEL).costs is None
 
 
-@pytest.mark.parametrize("name", ["skip", "path"])
+@pytest.mark.parametrize("name", ["profile", "path"])
 def test_a_draft_path_needs_a_profile(name):
     for profile in (None, Profile(model=MODEL)):
         with pytest.raises(SelfspecError, match=f"method '{name}' needs a profile that drafts"):
@@ -63,7 +63,7 @@ def test_a_draft_path_needs_a_profile(name):
 @pytest.mark.parametrize("name", ["hf", "model:", "magic"])
 def test_unknown_names(name):
     with pytest.raises(
-        SelfspecError, match=f"method '{name}' is not known; known: plain, skip, path, early-exit, lookup"
+        SelfspecError, match=f"method '{name}' is not known; known: plain, profile, path, early-exit, lookup"
     ):
         by_method(name, PROFILE, MODEL)
 

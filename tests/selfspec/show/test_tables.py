@@ -34,24 +34,24 @@ def bench():
 
 def test_bench(bench):
     frame = bench_frame(bench)
-    methods = ["plain", "skip", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup"]
+    methods = ["plain", "profile", "guarded", "hf", "hf-early-exit", "hf-prompt-lookup"]
     assert list(zip(frame["temperature"], frame["method"], strict=True)) == [(t, m) for t in (0, 0.8) for m in methods]
-    skip = frame.iloc[1]
-    said = bench["temperatures"][0]["methods"]["skip"]
-    assert skip["speedup"] == said["ratio"]["plain"]["median"] == pytest.approx(0.935, abs=1e-3)
-    assert (skip["low"], skip["high"]) == (said["ratio"]["plain"]["low"], said["ratio"]["plain"]["high"])
-    assert skip["next_ms"] == pytest.approx(1e3 * said["inter_token_seconds"]["p50"])
-    assert skip["next_ms_95"] == pytest.approx(1e3 * said["inter_token_seconds"]["p95"])
-    assert skip["first_token_ms"] == pytest.approx(1e3 * said["first_token_seconds"]["p50"])
-    assert skip["acceptance_rate"] == said["acceptance_rate"]
+    drafted = frame.iloc[1]
+    said = bench["temperatures"][0]["methods"]["profile"]
+    assert drafted["speedup"] == said["ratio"]["plain"]["median"] == pytest.approx(0.935, abs=1e-3)
+    assert (drafted["low"], drafted["high"]) == (said["ratio"]["plain"]["low"], said["ratio"]["plain"]["high"])
+    assert drafted["next_ms"] == pytest.approx(1e3 * said["inter_token_seconds"]["p50"])
+    assert drafted["next_ms_95"] == pytest.approx(1e3 * said["inter_token_seconds"]["p95"])
+    assert drafted["first_token_ms"] == pytest.approx(1e3 * said["first_token_seconds"]["p50"])
+    assert drafted["acceptance_rate"] == said["acceptance_rate"]
     assert math.isnan(frame.iloc[0]["acceptance_rate"]), "plain decoding drafts nothing"
 
 
 def test_bench_positions(bench):
     frame = bench_position_frame(bench)
-    assert set(frame["method"]) == {"skip", "guarded"}
-    mine = frame[(frame["method"] == "skip") & (frame["temperature"] == 0.8)]
-    assert mine["acceptance"].tolist() == bench["temperatures"][1]["methods"]["skip"]["acceptance_by_position"]
+    assert set(frame["method"]) == {"profile", "guarded"}
+    mine = frame[(frame["method"] == "profile") & (frame["temperature"] == 0.8)]
+    assert mine["acceptance"].tolist() == bench["temperatures"][1]["methods"]["profile"]["acceptance_by_position"]
     assert mine["position"].tolist() == list(range(1, len(mine) + 1))
     assert mine["drafts"].isna().all()
 
@@ -60,9 +60,9 @@ def test_sources_by_task(bench):
     assert source_frame(bench).empty, "one of before sources were told"
     of = {"sources": {"draft path": 0.5, "lookup": 0.25}}
     for at in bench["temperatures"]:
-        at["methods"]["skip"] |= {**of, "by_task": {"tasks": [{"task": "qa", **of}, {"task": "rag", "sources": {}}]}}
+        at["methods"]["profile"] |= {**of, "by_task": {"tasks": [{"task": "qa", **of}, {"task": "rag", "sources": {}}]}}
     frame = source_frame(bench)
-    assert set(frame["method"]) == {"skip"}
+    assert set(frame["method"]) == {"profile"}
     first = frame[frame["temperature"] == 0]
     assert [tuple(row) for row in first[["task", "source", "share"]].itertuples(index=False)] == [
         ("qa", "draft path", 0.5),
@@ -85,7 +85,7 @@ WRONG = {
     "no methods": (lambda b: b["temperatures"][0].pop("methods"), r"temperatures\.0\.methods: Field required"),
     "a word": (lambda b: b.update(threads="many"), "threads: .* integer.*, got 'many'"),
     "no number": (
-        lambda b: b["temperatures"][0]["methods"]["skip"].update(acceptance_by_position=[0.5, 1.5]),
+        lambda b: b["temperatures"][0]["methods"]["profile"].update(acceptance_by_position=[0.5, 1.5]),
         r"temperatures\.0\..*\.acceptance_by_position\.1: .* got 1\.5",
     ),
     "no method": (lambda b: b["temperatures"][1].update(methods={}), r"temperatures\.1\.methods: .*"),

@@ -76,10 +76,10 @@ def test_the_loss_is_of_the_last_exit_the_drafts_and_those_by_turns(runtime):
     learner = LayerSkipLearner(runtime, layers=runtime.layers, loss="forward-kl", seed=0)
     learner._chances = [0.0] * runtime.layers
     windows = [TrainingText(ids, torch.zeros(0), 0) for ids in IDS]
-    learner._steps = runtime.layers - 1  # whose turn it is: none but the last
+    learner.steps = runtime.layers - 1  # whose turn it is: none but the last
     assert learner.loss(windows).item() == pytest.approx(0, abs=1e-5)
     learner.exit = 1
-    learner._steps = runtime.layers - 1
+    learner.steps = runtime.layers - 1
     early = learner._logits(learner._streams(IDS)[0]).log_softmax(-1)
     log_p = runtime.model(IDS).logits.float().log_softmax(-1)
     share = weights(runtime.layers, [0, runtime.layers - 1], 0)[0]

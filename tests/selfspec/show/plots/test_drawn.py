@@ -239,8 +239,8 @@ def test_tokens_by_source():
     assert spans == [(0, 0.9), (0, 0.6), (0.9, 0), (0.6, 0.25)], "one source after the other"
     assert len({bar.get_hatch() for bar in first.patches}) == 2
     assert (first.get_title(loc="left"), second.get_title(loc="left")) == (
-        "skip, temperature 0",
-        "skip, temperature 0.8",
+        "profile, temperature 0",
+        "profile, temperature 0.8",
     )
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["draft path", "lookup"]
     with pytest.raises(SelfspecError, match="does not tell where tokens came from"):
@@ -249,11 +249,11 @@ def test_tokens_by_source():
 
 def test_acceptance_by_position():
     frame = pd.DataFrame(
-        [("skip", 0.0, 1, 0.9, 10.0), ("skip", 0.0, 2, 0.5, 4.0)],
+        [("profile", 0.0, 1, 0.9, 10.0), ("profile", 0.0, 2, 0.5, 4.0)],
         columns=["method", "temperature", "position", "acceptance", "drafts"],
     )
     axes = acceptance_by_position(frame).axes[0]
-    assert line(axes, "skip, temperature 0") == [(1, 0.9), (2, 0.5)]
+    assert line(axes, "profile, temperature 0") == [(1, 0.9), (2, 0.5)]
     assert [text.get_text() for text in axes.texts] == ["of 10", "of 4"]
     two = pd.concat([frame, frame.assign(temperature=0.8, drafts=float("nan"))])
     axes = acceptance_by_position(two).axes[0]
