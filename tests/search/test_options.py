@@ -131,6 +131,7 @@ def test_how_tokens_are_chosen():
         ({"drafters": ""}, "proposers '': expected lookup"),
         ({"keep": "first"}, "keep 'first': expected layer numbers such as 0,15"),
         ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),
+        ({"objective": "wallclock", "int4": "gptq"}, "store and int4 need the replay objective"),
     ],
     ids=str,
 )

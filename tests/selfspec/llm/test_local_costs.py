@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from models import small
+from overlapping import device
 
 import selfspec
 from selfspec.drafters import Guard, PlainDrafter, Route, Router, calibrate
@@ -125,3 +126,14 @@ def test_what_has_no_guard_asks_nothing():
     calibrate(PlainDrafter())
     calibrate(Router([Route(PlainDrafter(), PayoffModel())]))
     calibrate(Guard(PlainDrafter()))
+
+
+def test_costs_are_measured_in_rounds_on_the_host_where_rounds_run_on_the_device(monkeypatch):
+    """Else no draft would be timed, and each would seem to cost nothing."""
+    monkeypatch.setenv("SELFSPEC_DEVICE_ROUND", "1")
+    monkeypatch.setattr(local_costs, "measure_shares", measure_shares)
+    runtime = device(small(11, seed=2))
+    assert runtime.device_rounds is not None
+    shares = local_costs.measure_shares(runtime, PATH)
+    assert shares["draft"][1] > 0
+    assert len(shares["round"]) > 1

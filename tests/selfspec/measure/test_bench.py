@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layouts import CHOOSABLE, HAS_ONEDNN, fastest, seconds_by_rows
@@ -32,7 +34,7 @@ from selfspec.profile.reading import write_profile
 from selfspec.profile.schema import Profile
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_path import DraftPath, SkipSet
-from selfspec.types.draft_work import steps_of
+from selfspec.types.draft_work import HEAD_STEP, steps_of
 from selfspec.types.identity import Identity
 from selfspec.types.stats import Round, Stats, acceptance_by_position
 
@@ -307,3 +309,9 @@ def test_plain_decoding_has_its_weights_joined_as_drafts_have(monkeypatch):
     assert copies.plain is copies.drafting
     for group in parts_of(copies.plain.model).groups():
         assert joined_tensor([module.weight for module in group.modules]) is not None
+
+
+def test_steps_of_a_head_below_the_path_have_their_price():
+    (one,) = rounds((2, 1))
+    one = replace(one, work=(*one.work, (HEAD_STEP, 3)))
+    assert expected([one], COSTS, head=0.5) == pytest.approx(2 / (0.1 + 0.8 + 3 * 0.5 * 0.4 + 1.1))

@@ -4,13 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import plain, small
+from overlapping import device
 
 import selfspec
 from selfspec.basics.machine import machine
-from selfspec.drafters import PlainDrafter
+from selfspec.controllers import FixedK
+from selfspec.drafters import Guard, LayerSkipDrafter, LookupDrafter, PlainDrafter, calibrate
+from selfspec.drafters.batch_policy import teach
+from selfspec.engine.engine import decode
 from selfspec.llm.options import Options
+from selfspec.measure import timing
 from selfspec.measure.audit import compare
 from selfspec.measure.timing import interleave, interval, measure, method, same_length
+from selfspec.proposers.history import AnswerHistory
+from selfspec.proposers.lookup import Lookup
+from selfspec.runtime.device_rounds import RoundPlanner
+from selfspec.speculation.sampling import Sampler
+from selfspec.speculation.sequence import SequenceState
 from selfspec.types.draft_path import SkipSet
 from selfspec.types.stats import Stats
 
@@ -152,3 +163,37 @@ def test_sampled_texts_that_are_timed_are_all_as_long(llm, held_out):
     assert min(short) < 9
     long = same_length(replace(sampled, settings=ends))
     assert [method(llm, PlainDrafter(), long)(held_out[0]).tokens for _ in range(5)] == [9] * 5
+
+
+def test_rounds_run_where_generate_runs_them(monkeypatch):
+    """On the device too, where what drafting takes is not known."""
+    monkeypatch.setenv("SELFSPEC_DEVICE_ROUND", "1")
+    runtime = device(small(11, seed=2))
+    drafter = LayerSkipDrafter(runtime, SkipSet((1,)), FixedK(2))
+    timed = timing._TimedPlanner(drafter)
+    assert isinstance(timed, RoundPlanner)
+    assert not isinstance(timing._Timed(LookupDrafter([Lookup()], FixedK(2))), RoundPlanner)
+    seq = SequenceState([1, 4, 2, 9], 16, Sampler())
+    rounds = list(decode(runtime, timed, seq))
+    assert timed.planned >= len(rounds) - 2 > 0
+    assert seq.tokens == [1, 4, 2, 9, *plain(runtime, [1, 4, 2, 9], 16)]
+
+
+def test_what_is_measured_teaches_nothing(llm, held_out, tmp_path):
+    """Else the next run on the same prompt would look up its whole answer, and the user's file would keep it."""
+    path = tmp_path / "mine.answers"
+    drafter = LookupDrafter([AnswerHistory(path, llm.identity.vocabulary)], FixedK(8))
+    run = method(llm, drafter, Options(max_new_tokens=24))
+    stats = [run(held_out[0]) for _ in range(2)]
+    assert stats[0].accepted == stats[1].accepted
+    assert not path.exists()
+    teach(drafter, True)
+    llm.generate(held_out[0], max_new_tokens=24, drafter=drafter)
+    assert path.exists()
+
+
+def test_the_guard_of_a_drafter_that_is_timed_is_calibrated():
+    measured = []
+    guard = Guard(PlainDrafter(), measure_payoff=lambda: measured.append(1))
+    calibrate(timing._Timed(guard))
+    assert measured == [1]
