@@ -181,7 +181,10 @@ def write_bytes(path: Path, *data: bytes | memoryview) -> None:
     Raises `SelfspecError` if it cannot be written.
     """
     check_writable(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".selfspec-")
+    except OSError as error:
+        raise SelfspecError(f"{path}: cannot be written ({_reason(error)})") from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(data)

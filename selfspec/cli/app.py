@@ -102,7 +102,7 @@ def audit(command: AuditCommand) -> int:
     return run(command)
 
 
-@_check("results.md", "selfspec bench --profile profile.yaml --methods plain,skip,hf --temperature 0")
+@_check("results.md", "selfspec bench --profile profile.yaml --methods plain,profile,hf --temperature 0")
 def bench(command: BenchCommand) -> int:
     """Measure methods on the same prompts, interleaved: plain decoding, layer skipping, and those of transformers."""
     from selfspec.cli.bench_command import run

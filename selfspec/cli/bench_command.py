@@ -136,7 +136,7 @@ def run(options: BenchCommand) -> int:
 
     check_methods(methods)
     check_named(methods)
-    drafts = any_drafts(methods)
+    named = options.drafting.profile if any_drafts(methods) or profile is not None else "none"
     for temperature in temperatures:
         check_sampling(temperature, None, None)
     if profile is not None:
@@ -149,13 +149,13 @@ def run(options: BenchCommand) -> int:
         widened=options.widen,
         device=options.device_options.placement,
         dtype=options.device_options.dtype,
-        profile=profile or (options.drafting.profile if drafts else "none"),
+        profile=profile or named,
         store=options.drafting.store,
     )
     drafting = drafting_with(
         subjects.profile,
         subjects.identity,
-        options.drafting.profile,
+        named,
         default=subjects.has_default_profile,
         controller=controller,
         store=options.drafting.store,

@@ -237,7 +237,7 @@ def _use(method: str, options: CompareCommand) -> str:
         return f"--profile {quote(method)}"
     if method in ("profile", "guarded"):
         return f"--profile {quote(options.profile)}"
-    own = "" if options.profile in ("auto", "none") and method != "path" else f"--profile {quote(options.profile)} "
+    own = "" if options.profile == "auto" and method != "path" else f"--profile {quote(options.profile)} "
     return f"{own}--method {quote(method)}"  # the profile's costs and proposers were measured with the method
 
 

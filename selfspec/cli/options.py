@@ -243,7 +243,7 @@ class BenchCommand:
     """Options of `bench`."""
 
     drafting: DraftingOptions
-    methods: Annotated[str, typer.Option(show_default=False, help=f"Methods: {', '.join(METHODS)}.")] = BENCHED
+    methods: Annotated[str, typer.Option(show_default=False, help=f"Of {', '.join(METHODS)}.")] = BENCHED
     data: PromptOptions
     limit: Annotated[
         int | None,

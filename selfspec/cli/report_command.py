@@ -126,13 +126,13 @@ def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples
 def _generate_samples(
     llm: LLM, profile: Profile, encoded: EncodedPrompts, n: int, *, held_out: bool
 ) -> _DecodedSamples:
-    from selfspec.measure.timing import conditions
+    from selfspec.measure.timing import conditions, untaught
     from selfspec.show.markup import legend_html, tokens_html
     from selfspec.show.report import ShownSample
     from selfspec.show.tables import position_frame
     from selfspec.types.stats import Stats
 
-    drafter = llm.drafter_for(profile)
+    drafter = untaught(llm.drafter_for(profile))
     outputs = []
     with progress(stderr()) as bar:
         task = bar.add_task("decoding", total=len(encoded.prompts))

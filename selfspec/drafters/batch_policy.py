@@ -41,6 +41,9 @@ def teach(drafter: Drafter, on: bool) -> None:
     for inner in _inside(drafter):
         if isinstance(inner, ControlledDrafter):
             inner.teaches = on
+        elif isinstance(inner, MergedDrafter):
+            for member in inner.drafters:
+                teach(member, on)
 
 
 def chain_of(drafter: Drafter) -> ChainDrafter | None:

@@ -172,16 +172,17 @@ class _RoundTimes:
     def seconds_besides_drafting(self, nodes: int = 1) -> float:
         """Return the seconds of a round with drafts of `nodes` tokens less its drafting.
 
-        A wider round takes no less than a narrower one. Before the first round of a width, the value is assumed; no
-        more is expected of the second, and of no width more than of a wider one that was timed.
+        A wider round takes no less than a narrower one. Before the first round of a width, the value is assumed: at
+        most that of a wider round that was timed. No more is expected of the second.
         """
         widest, steps = _width(nodes), 0.0
         if widest not in self.estimates:
-            for width in WIDTHS[: WIDTHS.index(widest) + 1]:
-                if width in self.rest or width == widest:
-                    steps = max(steps, _expected(self.rest.get(width, ()), max(FIRST_REST, WIDER * steps)))
+            for width in WIDTHS[: WIDTHS.index(widest)]:
+                if width in self.rest:
+                    steps = max(steps, _expected(self.rest[width], max(FIRST_REST, WIDER * steps)))
             wider = [_expected(times, math.inf) for width, times in self.rest.items() if width > widest]
-            self.estimates[widest] = steps if widest in self.rest else min([steps, *wider])
+            assumed = max(steps, min([max(FIRST_REST, WIDER * steps), *wider]))
+            self.estimates[widest] = max(steps, _expected(self.rest.get(widest, ()), assumed))
         return self.step * self.estimates[widest]
 
 

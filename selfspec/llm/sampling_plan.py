@@ -245,7 +245,7 @@ def _numbers(value: Any) -> list[Any]:
 class Deadline:
     """A function that calls `push(token)`, and returns True (stop) if `push` does or `seconds` have passed.
 
-    They pass from its making, or from the last `restart`. None for `seconds`: no time limit.
+    The time starts when the object is made or restarted. None for `seconds`: no time limit.
     """
 
     def __init__(self, push: Callable[[int], bool], seconds: float | None) -> None:

@@ -23,7 +23,7 @@ from selfspec.drafters import PlainDrafter
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
 from selfspec.llm.stream import Generation
-from selfspec.measure.timing import Runs, interleave, method, transformers_generate
+from selfspec.measure.timing import Runs, interleave, method, transformers_generate, untaught
 from selfspec.runtime.base import Runtime
 from selfspec.speculation.drafter import Drafter
 from selfspec.speculation.sampling import Sampler
@@ -193,6 +193,7 @@ def audit(
     options = Options(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
     if not prompts:
         raise SelfspecError("audit: no prompts given; expected at least one")
+    drafter = untaught(drafter)
     for number, prompt in enumerate(prompts):
         ids = llm.encode(prompt)
         text = llm.run(ids, options, drafter=PlainDrafter()).tokens
@@ -288,7 +289,7 @@ def compare(
     difference = None
     if comparable:
         ids, reference = llm.encode(prompt), None
-        if plain_llm is not None and plain_llm is not llm:  # the two layouts round differently
+        if plain_llm not in (None, llm) and plain.tokens != draft.tokens:  # the two layouts round differently
             common = plain.tokens[: in_common(plain.tokens, draft.tokens)]
             prefix = torch.tensor([[*ids, *common]], device=plain_llm.runtime.device)
             with torch.no_grad():

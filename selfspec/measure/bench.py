@@ -16,7 +16,7 @@ from selfspec.basics.checked_model import Json
 from selfspec.basics.machine import peak_growth, process_peak, read_bandwidth, release_memory
 from selfspec.llm.llm import LLM
 from selfspec.llm.options import Options
-from selfspec.measure.bench_methods import find_method
+from selfspec.measure.bench_methods import any_drafts, find_method
 from selfspec.measure.cost_fitting import forward_seconds, measure_path_costs, path_costs_seconds
 from selfspec.measure.model_copies import ModelCopies, extra_drafter_bytes
 from selfspec.measure.pace import Pace
@@ -119,6 +119,7 @@ class Benchmark:
         self.watch.stage("timing passes")
         context = self._context()
         where = conditions(runtime)
+        copies = s.drafting.runtime.extra_bytes(t.profile.path) if any_drafts(t.methods) else 0
         bits = bits_read(t.profile.path, runtime.skeleton.identity, dtype=s.plain.held or where["dtype"])
         return {
             "model": s.plain.name,
@@ -137,7 +138,7 @@ class Benchmark:
             "layouts": dict(s.layouts),
             "held": s.plain.held,
             "weight_bytes": own,
-            "extra_bytes": weight_bytes(s.drafting.model) - own + s.drafting.runtime.extra_bytes(t.profile.path),
+            "extra_bytes": weight_bytes(s.drafting.model) - own + copies,
             "bytes_read": read,
             "read_bandwidth": bandwidth,
             "roofline": bandwidth / read,

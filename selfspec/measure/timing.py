@@ -106,6 +106,12 @@ def interleave(
     return Runs(stats)
 
 
+def untaught(drafter: Drafter) -> Drafter:
+    """Return the drafter, whose proposers learn from no text from now on."""
+    teach(drafter, False)
+    return drafter
+
+
 def method(
     llm: LLM,
     drafter: Drafter,
@@ -115,10 +121,10 @@ def method(
 ) -> Method:
     """Return decoding with `drafter` as a method to time, from the prompt to the text.
 
-    `keep` receives every generation. No run teaches proposers that learn from texts: the next one would repeat it.
+    `keep` receives every generation. From then on, the drafter's proposers learn from no text: a run would otherwise
+    look up what the last one decoded.
     """
-    timed = _TimedPlanner(drafter) if isinstance(drafter, RoundPlanner) else _Timed(drafter)
-    teach(drafter, False)
+    timed = _TimedPlanner(untaught(drafter)) if isinstance(drafter, RoundPlanner) else _Timed(untaught(drafter))
 
     def run(prompt: Prompt) -> Stats:
         timed.seconds, timed.planned = 0.0, 0
@@ -156,7 +162,7 @@ class _Timed(DelegatingDrafter):
 
 
 class _TimedPlanner(_Timed):
-    """The same of a drafter whose rounds may run on the device, as they do where nothing is timed."""
+    """A timed drafter that also plans rounds on the device."""
 
     def plan_round(self, seqs: Sequence[SequenceState], limit: Limit, *, ahead: bool) -> RoundPlan | None:
         assert isinstance(self.drafter, RoundPlanner)

@@ -94,9 +94,10 @@ class State:
         return bool(self._checkpoint)
 
     def forget(self) -> None:
-        """Delete the checkpoint, to begin anew."""
+        """Delete the checkpoint, to begin anew; one of another training stays until this one saves its own."""
+        if self.resumable:
+            self.path.unlink(missing_ok=True)
         self._checkpoint, self.progress = {}, Progress()
-        self.path.unlink(missing_ok=True)
 
     def into(self, learner: Fittable, optimizer: torch.optim.Optimizer) -> None:
         """Load weights and optimiser state from the checkpoint, if there is one. Raises `SelfspecError` as `_load`."""

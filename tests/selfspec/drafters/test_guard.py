@@ -677,6 +677,17 @@ def test_no_width_is_expected_to_take_more_than_a_wider_one_that_was_timed():
     times.see_drafted(steps_of(8), 2.4, 1.05, 8)
     assert (times.seconds_besides_drafting(4), times.seconds_besides_drafting(8)) == (1.05, 1.05)
     assert times.seconds_besides_drafting(16) == 1.6
+    for _ in range(2):  # a single one may be of a first call
+        times.see_drafted(steps_of(2), 0.6, 1.3, 2)
+        times.see_drafted(steps_of(15), 2.4, 1.2, 15)
+    widths = [times.seconds_besides_drafting(nodes) for nodes in (4, 8, 16, 64)]
+    assert widths == pytest.approx([1.3, 1.3, 1.3, 1.95])
+    times.estimates.clear()
+    times.rest.pop(8)
+    assert times.seconds_besides_drafting(8) == 1.3  # no less than a narrower one
+    times.rest.clear()
+    times.estimates.clear()
+    times.see_drafted(steps_of(8), 2.4, 1.05, 8)
     seconds = 1.05 + 2 * 0.3 + 1e-9
     assert guard._by_clock(seconds, Limit(8)).depth == 2
 

@@ -10,7 +10,7 @@ from overlapping import device
 import selfspec
 from selfspec.basics.machine import machine
 from selfspec.controllers import FixedK
-from selfspec.drafters import Guard, LayerSkipDrafter, LookupDrafter, PlainDrafter, calibrate
+from selfspec.drafters import Guard, LayerSkipDrafter, LookupDrafter, MergedDrafter, PlainDrafter, calibrate
 from selfspec.drafters.batch_policy import teach
 from selfspec.engine.engine import decode
 from selfspec.llm.options import Options
@@ -183,6 +183,10 @@ def test_what_is_measured_teaches_nothing(llm, held_out, tmp_path):
     """Else the next run on the same prompt would look up its whole answer, and the user's file would keep it."""
     path = tmp_path / "mine.answers"
     drafter = LookupDrafter([AnswerHistory(path, llm.identity.vocabulary)], FixedK(8))
+    merged = MergedDrafter([drafter, PlainDrafter()])
+    method(llm, merged, Options(max_new_tokens=24))
+    assert not drafter.teaches
+    teach(merged, True)
     run = method(llm, drafter, Options(max_new_tokens=24))
     stats = [run(held_out[0]) for _ in range(2)]
     assert stats[0].accepted == stats[1].accepted
