@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.machine import trim_memory
+from selfspec.basics.machine import release_memory
 from selfspec.server.request_schemas import ApiError, ending, wrong
 from selfspec.server.request_state import Call, EndReason, TextJob, TextUpdate
 
@@ -167,7 +167,7 @@ def _make_update(
 
 
 MOST_SECONDS = 60  # the longest Retry-After sent to a client
-TRIM_SECONDS = 10  # from one return of freed memory to the next while texts run; it takes some milliseconds
+TRIM_SECONDS = 10  # from one collection and return of freed memory to the next while texts run; it takes some 20 ms
 IDLE_SECONDS = 1  # the same when the last text has ended
 
 
@@ -294,7 +294,7 @@ class WorkerPool:
                 replica.turn(work.taken, work.cancelled)
                 idle = not (replica.jobs or self._pending)
                 if time.monotonic() - trimmed > (IDLE_SECONDS if idle else TRIM_SECONDS):
-                    trim_memory()
+                    release_memory()
                     trimmed = time.monotonic()
                 if self._pending:
                     with self._changed:  # the prefill that a queued text waits for may have ended

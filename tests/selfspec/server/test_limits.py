@@ -282,7 +282,7 @@ def test_pages_of_other_origins(serve):
 
 def test_freed_memory_returns_to_the_system_while_requests_run(serve, monkeypatch):
     trimmed = []
-    monkeypatch.setattr(worker_pool, "trim_memory", lambda: trimmed.append(threading.current_thread().name))
+    monkeypatch.setattr(worker_pool, "release_memory", lambda: trimmed.append(threading.current_thread().name))
     for often in ("TRIM_SECONDS", "IDLE_SECONDS"):  # while texts run, and when the last has ended
         for name in ("TRIM_SECONDS", "IDLE_SECONDS"):
             monkeypatch.setattr(worker_pool, name, float("inf"))
