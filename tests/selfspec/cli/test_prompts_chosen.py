@@ -113,8 +113,8 @@ class TestBench:
     def test_chat_prompts(self, cli, instruct):
         out, _ = cli(*self.ARGS, "--model", instruct, "--num-prompts", 14)
         assert f"prompts: {CHAT}, as chat messages\n" in out
-        assert "texts identical to plain decoding's, by token ids: plain 14 of 14; skip 14 of 14\n" in out
-        table = out[out.index("skip, temperature 0") :]
+        assert "texts identical to plain decoding's, by token ids: plain 14 of 14; profile 14 of 14\n" in out
+        table = out[out.index("profile, temperature 0") :]
         assert [line.split()[0] for line in table.splitlines()[2:10]][-1] == "overall"
         assert all(len(line) <= 80 for line in table.splitlines()[:10])
         first = {line.split()[0]: line.split()[1] for line in table.splitlines()[2:10]}
