@@ -131,7 +131,11 @@ class Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         self.root = Path(python).absolute().parents[2]
         self._process = subprocess.Popen(
-            [python, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [python, "-P", "-c", WORKER],  # -P: not what lies in the working directory
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def ask(self, **ask: Any) -> dict[str, Any]:
