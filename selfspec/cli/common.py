@@ -90,7 +90,7 @@ def checked_profile(name: str) -> Profile:
     """
     profile = find_profile_file(name)
     try:
-        for spec in (spec for each in profile.alternatives for spec in each.draft.leaf_specs):
+        for spec in profile.leaf_specs:
             if (controller := getattr(spec, "controller", None)) is not None:
                 make_controller(controller)
     except SelfspecError as error:

@@ -80,8 +80,13 @@ def run(options: GenerateCommand) -> int:
 def _check_one(options: GenerateCommand) -> None:
     """Raise `SelfspecError` for options that need many prompts, and for a system message without a chat."""
     options.data.read()
-    many = {"--num-prompts": options.limit, "--batch-size": options.batch_size}
-    for name, given in {"--out": options.out, "--memory": options.memory, **many}.items():
+    many = {
+        "--out": options.out,
+        "--memory": options.memory,
+        "--batch-size": options.batch_size,
+        "--num-prompts": options.limit,
+    }
+    for name, given in many.items():
         if given is not None:
             raise SelfspecError(f"{name} is for many prompts; expected --prompts FILE with it")
     if options.compare and options.decoding.device_options.tensor_parallel:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,7 +60,7 @@ def run_many(command: GenerateCommand) -> int:
     how = request.complete(llm, how)
     chat = command.data.chat or (chat and takes_messages(llm))
     jobs = []
-    for index, text in enumerate(raw_prompts.texts[: command.limit]):
+    for index, text in enumerate(islice(raw_prompts.texts, command.limit)):
         prompt, error = list[int](), None
         try:
             prompt = encode(llm, text, chat=chat, system=command.system)

@@ -72,9 +72,8 @@ def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[st
     reads = text = ""
     named = repr(profile)
     if isinstance(profile, Profile):
-        leaves = [leaf for each in profile.alternatives for leaf in each.draft.leaf_specs]
-        kinds = {proposer.kind for leaf in leaves for proposer in proposers_of(leaf)}
-        if profile.parts or kinds & {"store", "answers"} or any(leaf.may_name_files for leaf in leaves):
+        kinds = {proposer.kind for leaf in profile.leaf_specs for proposer in proposers_of(leaf)}
+        if profile.parts or kinds & {"store", "answers"} or any(leaf.may_name_files for leaf in profile.leaf_specs):
             raise SelfspecError(
                 "the profile needs files beside it, which generate.py cannot hold; expected one without"
             )

@@ -104,6 +104,28 @@ def first_difference(
     return Difference(index, plain[index], other[index], float(narrow.max() - worse), noise)
 
 
+def copies_difference(
+    plain: LLM,
+    other: LLM,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    its: Sequence[int],
+    *,
+    sampler: Sampler | None = None,
+) -> Difference | None:
+    """Return the first difference of the text `its` from `text`, both after `prompt` (token ids); None if equal.
+
+    The rounding noise is measured by passes of `other`, whose text is `its`, and, if `plain` is a separate copy of the
+    model, by a pass of `plain`: their weight layouts may differ. `sampler`: as in `first_difference`.
+    """
+    reference = None
+    if other is not plain and list(text) != list(its):
+        prefix = torch.tensor([[*prompt, *text[: in_common(text, its)]]], device=plain.runtime.device)
+        with torch.no_grad():
+            reference = plain.model(prefix, logits_to_keep=1).logits[0, -1]
+    return first_difference(other.runtime, prompt, text, its, sampler=sampler, reference=reference)
+
+
 def in_common(plain: Sequence[int], other: Sequence[int]) -> int:
     """Return the length in tokens of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
@@ -288,14 +310,8 @@ def compare(
     plain, draft = last["plain"], last["draft"]
     difference = None
     if comparable:
-        ids, reference = llm.encode(prompt), None
-        if plain_llm not in (None, llm) and plain.tokens != draft.tokens:  # the two layouts round differently
-            common = plain.tokens[: in_common(plain.tokens, draft.tokens)]
-            prefix = torch.tensor([[*ids, *common]], device=plain_llm.runtime.device)
-            with torch.no_grad():
-                reference = plain_llm.model(prefix, logits_to_keep=1).logits[0, -1]
-        difference = first_difference(
-            llm.runtime, ids, plain.tokens, draft.tokens, sampler=planned.sampler, reference=reference
+        difference = copies_difference(
+            plain_llm or llm, llm, llm.encode(prompt), plain.tokens, draft.tokens, sampler=planned.sampler
         )
     return Comparison(
         plain=plain,

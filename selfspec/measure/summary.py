@@ -10,10 +10,8 @@ from collections.abc import Collection, Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
-
 from selfspec.basics.checked_model import Json
-from selfspec.measure.audit import Difference, first_difference, in_common
+from selfspec.measure.audit import Difference, copies_difference
 from selfspec.types.costs import CostModel
 from selfspec.types.draft_work import HEAD_STEP
 from selfspec.types.stats import Round, acceptance_by_position
@@ -37,7 +35,8 @@ def verdict(plain: LLM, other: LLM, prompt: Prompt, texts: Collection[Tokens], o
     with the smallest text in `texts`.
     """
     first = min(texts)
-    differences = [_difference(plain, other, prompt, first, text) for text in sorted({*texts, *others} - {first})]
+    ids = plain.encode(prompt)
+    differences = [copies_difference(plain, other, ids, first, text) for text in sorted({*texts, *others} - {first})]
     return max((_judged(difference) for difference in differences), key=_VERDICTS.index, default="same")
 
 
@@ -51,20 +50,6 @@ def _judged(difference: Difference | None) -> Verdict:
     if difference is None:
         return "same"
     return "near_tie" if difference.near_tie else "bug"
-
-
-def _difference(plain: LLM, other: LLM, prompt: Prompt, text: Tokens, its: Tokens) -> Difference | None:
-    """Return the first difference of the text `its` from `text`; None if they are equal.
-
-    The rounding noise is measured by passes of `other` and, if `plain` is a separate copy, by a pass of `plain`.
-    """
-    ids = plain.encode(prompt)
-    reference = None
-    if other is not plain:
-        prefix = torch.tensor([[*ids, *text[: in_common(text, its)]]], device=plain.runtime.device)
-        with torch.no_grad():
-            reference = plain.model(prefix, logits_to_keep=1).logits[0, -1]
-    return first_difference(other.runtime, ids, text, its, reference=reference)
 
 
 def summary(runs: Runs, name: str, *, bases: Sequence[str]) -> Json:

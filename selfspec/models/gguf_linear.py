@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from selfspec.models.gguf_blocks import BlockLayout
 from selfspec.models.half_storage import HalfProduct, HalfWeight
@@ -228,11 +227,3 @@ class BlockLinear(StoredLinear):
     def with_outputs(self, outputs: Tensor) -> Call:
         """Return the product with only the rows `outputs` of the weight, still quantised."""
         return block_product(self._own.rows(outputs), self._bias_at(outputs)).product
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product `[.., out]` with `x` `[.., in]`; gradients pass through it to its inputs."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            return F.linear(x, self.weight.to(x.dtype), bias)
-        rows = super().forward(x.reshape(-1, self.in_features))
-        return rows.reshape(*x.shape[:-1], self.out_features)

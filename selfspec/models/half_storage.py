@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfspec.models.families import is_lean, parts_of
@@ -100,12 +99,8 @@ class HalfLinear(StoredLinear):
         """Return the product with only the rows `outputs` of the weight, still in 16 bits."""
         return HalfProduct(self._own.blocks.rows(outputs), self._bias_at(outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product `[.., out]` with `x` `[.., in]`, in float32 even under autocast."""
-        if torch.is_grad_enabled() and x.requires_grad:
-            return F.linear(x, self.weight, self.bias)
-        rows = self._own(x.reshape(-1, self.in_features).float())
-        return rows.view(*x.shape[:-1], self.out_features)
+    def _rows(self, x: Tensor) -> Tensor:
+        return self._own(x.float())  # in float32 even under autocast
 
 
 def half_of(weights: Sequence[Tensor]) -> torch.dtype | None:

@@ -126,9 +126,9 @@ struct Spec {
 // `n` tokens of one sequence. Its slots lie in blocks of `Place::stride`, whose numbers are in `blocks`. A token sees the
 // slots up to its own, or, with `masks`, for each `Spec` one [n, kv_len - from] of 0 and -inf, which is added to scores, all
 // those before `from`, and of those from there on what it shows. A window hides slots by their numbers: with masks, which tell
-// of it themselves, only those before `from`. No slot from `kv_len` on is visible. The slots before `rounded` have int8
-// copies already in all layers whose attention runs, in blocks of `ROUNDED_SLOTS` whose numbers are in `rounded_blocks`, counted through a key head: of a static
-// cache, whose rows are one block each.
+// of it themselves, only those before `from`. No slot from `kv_len` on is visible. In all layers whose attention runs, the slots
+// before `rounded` have int8 copies already, in blocks of `ROUNDED_SLOTS` whose numbers are in `rounded_blocks`, counted through
+// a key head: of a static cache, whose rows are one block each.
 struct Segment {
     int64_t n, kv_len, from, rounded;
     const int64_t *blocks, *rounded_blocks;

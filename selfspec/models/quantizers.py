@@ -85,8 +85,7 @@ def watched(block: Block, moments: Mapping[int, InputMoments]) -> Block:
     mlp = block.mlp
     if isinstance(mlp, DenseMlp):
         mlp = replace(mlp, into=into(2, mlp.into), down=onto(3, mlp.down), native=None)
-    if isinstance(mlp, GatedMlp):
-        mlp = replace(mlp, gated=None)  # which would run in place of `into`
+        mlp = replace(mlp, gated=None) if isinstance(mlp, GatedMlp) else mlp  # it would run in place of `into`
     return replace(block, attention=attention, mlp=mlp)
 
 

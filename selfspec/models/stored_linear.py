@@ -77,6 +77,17 @@ class StoredLinear(PartLinear):
         """The float32 weight `[out, in]` of this linear."""
         return self.blocks.rows(slice(self.start, self.start + self.out_features)).weight()
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product `[.., out]` with `x` `[.., in]`; gradients pass through it to its inputs."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.linear(x, self.weight.to(x.dtype), bias)
+        return self._rows(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return the product `[N, out]` with the rows `x` `[N, in]`."""
+        return super().forward(x)
+
     def _bias_at(self, outputs: Tensor) -> Tensor | None:
         return None if self.bias is None else self.bias.index_select(0, outputs)
 

@@ -164,6 +164,11 @@ class Profile(Data):
         return [self.model_copy(update={"also": []}), *self.also] if self.also else [self]  # type: ignore[list-item]
 
     @property
+    def leaf_specs(self) -> list[DraftSpec]:
+        """The specs of all alternatives that contain no further specs."""
+        return [leaf for alternative in self.alternatives for leaf in alternative.draft.leaf_specs]
+
+    @property
     def drafts(self) -> bool:
         """Whether any draft method ever drafts a token."""
         return self.draft.drafts or any(other.drafts for other in self.also)
@@ -276,8 +281,7 @@ class Profile(Data):
     @property
     def answers_paths(self) -> list[str]:
         """The paths of all files of earlier answers, as the profile names them."""
-        leaves = [leaf for alternative in self.alternatives for leaf in alternative.draft.leaf_specs]
-        named = [proposer for leaf in leaves for proposer in proposers_of(leaf) if proposer.kind == "answers"]
+        named = [proposer for leaf in self.leaf_specs for proposer in proposers_of(leaf) if proposer.kind == "answers"]
         return [proposer.path for proposer in named if proposer.path is not None]
 
     def local_proposers(self, spec: DraftSpec) -> list[ProposerSpec]:
@@ -299,7 +303,7 @@ class Profile(Data):
         for path in self.answers_paths:
             if not (folder / path).resolve().is_relative_to(folder.resolve()):
                 raise SelfspecError(f"answers: {folder / path} is a link out of the profile's folder; expected a file")
-        named = any(alternative.draft.may_name_files for alternative in self.alternatives)
+        named = any(leaf.may_name_files for leaf in self.leaf_specs)
         if not self.parts and not named and not self.answers_paths:
             return self
         profile = self.model_copy(update={"also": [other.with_folder(folder) for other in self.also]})

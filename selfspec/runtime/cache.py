@@ -118,8 +118,7 @@ class Int8Copies:
         return min((start, *(valid[layer] for layer in layers)))
 
     def mark_valid(self, row: int, start: int, layers: Sequence[int]) -> None:
-        """Note that a pass over slots from `start` on has rounded all before them, in `layers`."""
-        self.mark_written(row, start)
+        """Note that a pass over slots from `start` on, which were marked, has rounded all before them, in `layers`."""
         for layer in layers:
             self.valid[row][layer] = start
 

@@ -70,6 +70,11 @@ class LeanPath(CompiledPath):
     batch_invariant_head: Call | None = None
     int8_cache: bool = False
 
+    @property
+    def int8_layers(self) -> Sequence[int] | None:
+        """The layers whose attention reads int8 copies; None if the path reads the cache itself."""
+        return self.native.attention_layers if self.int8_cache and self.native is not None else None
+
 
 class Quantizer(Protocol):
     """A factory of quantised sub-layers and heads: `QuantizedSublayers` or `ModuleQuantizer`."""

@@ -204,7 +204,7 @@ class LeanRuntime(Runtime):
         """
         assert isinstance(path, LeanPath)
         cache = self.cache
-        reads_copies = self._native is not None and path.native is not None and path.int8_cache
+        reads_copies = self._native is not None and path.int8_layers is not None
         long = COPIED <= start < min(cache.slots, self.skeleton.context)
         if reads_copies and long and isinstance(cache, Cache) and cache.copies is not None:
             self.forward_drafts([PlacedDraft(row, 0, start)], path=path, logits=False)

@@ -61,7 +61,7 @@ class NativeRunner:
                     )
                 )
             return joined(steps)
-        batch = self._batch.for_row(n, positions, slots, masks, row, int8_layers=_int8_layers(compiled))
+        batch = self._batch.for_row(n, positions, slots, masks, row, int8_layers=compiled.int8_layers)
         normed, streams = self._run(compiled, tokens, batch, hidden, logits is not None)
         hidden_streams = {layer: stream.unsqueeze(0) for layer, stream in streams.items()}
         if normed is None:
@@ -78,9 +78,9 @@ class NativeRunner:
             ids += (placement.root, *placement.draft.tokens)
         row, _, start, draft = placed[0]
         if len(placed) == 1 and draft.is_chain:
-            batch = self._batch.for_row(len(ids), start, start, None, row, int8_layers=_int8_layers(compiled))
+            batch = self._batch.for_row(len(ids), start, start, None, row, int8_layers=compiled.int8_layers)
         else:
-            batch = self._batch.for_drafts(placed, int8_layers=_int8_layers(compiled))
+            batch = self._batch.for_drafts(placed, int8_layers=compiled.int8_layers)
         normed, streams = self._run(compiled, torch.tensor([ids]), batch, hidden, logits)
         ends = list(accumulate(1 + len(placement.draft) for placement in placed))
         spans = [slice(*span) for span in pairwise((0, *ends))]
@@ -109,8 +109,3 @@ class NativeRunner:
         if self._layers in hidden:
             streams[self._layers] = stream.to(self._dtype)
         return None if normed is None else normed.to(self._dtype), streams
-
-
-def _int8_layers(compiled: LeanPath) -> Sequence[int] | None:
-    """Return the layers whose attention reads int8 copies; None if the path reads the cache itself."""
-    return compiled.native.attention_layers if compiled.int8_cache and compiled.native is not None else None

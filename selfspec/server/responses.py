@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 LAST = 5  # seconds for responses to reach their clients once their texts have ended
-_CUT = {EndReason.GONE: disconnected, EndReason.TIME: timed_out, EndReason.SHUTDOWN: ending}
+_CUT = {EndReason.TIME: timed_out, EndReason.SHUTDOWN: ending}
 
 
 class Answer(Response):

@@ -21,8 +21,8 @@ class Draft:
     for one position; a chain is a draft with one candidate for each position. `q_row[i]` is the row of `q` `[m, V]`
     that token i was drawn from; -1: it was chosen deterministically. Candidates from one row were drawn in order,
     without replacement. Candidates are verified in order. `confidence`: the drafter's confidence in each of the first
-    nodes; may be empty. `work`: the calls that made the draft; `sources`: the name of
-    each token's source, empty where unknown.
+    nodes; may be empty. `work`: the calls that made the draft; `sources`: the name of each token's source, empty where
+    unknown.
     """
 
     tokens: tuple[int, ...] = ()

@@ -27,9 +27,10 @@ class TextStream:
         # Only a sliding window is decoded, so that a token's cost does not grow with the text.
         self._from, self._decoded = 0, len(self._tokens)
         self._pushed = len(self._tokens)  # tokens processed
-        self._prompt_text = self._decode(0, self._first)
-        while self._decoded and self._decode(0, self._decoded).endswith(_INCOMPLETE):
+        self._prompt_text = settled = self._decode(0, self._first)
+        while self._decoded and settled.endswith(_INCOMPLETE):
             self._decoded -= 1  # the prompt ends within a character, whose text is still to come
+            settled = self._decode(0, self._decoded)
         self._delayed = ""
         self._ready: list[str] = []
         self._taken = 0

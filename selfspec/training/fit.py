@@ -107,7 +107,7 @@ def fit(
         make_texts(llm, texts, prompts, chat, replace(options, texts=options.texts or BRIDGED), callbacks)
         fitted, progress = bridged(llm, own, *_bridge_texts(texts), options, callbacks)
         return _finished(llm, part, out, fitted, profile, own, texts, progress, options, callbacks, interrupted=False)
-    state = State(out / f"{part}.checkpoint", _checkpoint_config(llm, part, texts, options, own))
+    state = State(out / f"{part}.checkpoint", _checkpoint_config(part, texts, options, own))
     if len(texts.numbers(held_out=False)) < FEWEST:
         state.forget()  # its texts are no longer in the cache, and may become others
     interrupted = False
@@ -229,13 +229,10 @@ def check_folder(out: Path) -> None:
     check_writable(out / "part.safetensors")
 
 
-def _checkpoint_config(
-    llm: LLM, part: str, texts: TextStore, options: TrainOptions, own: ProfilePath | None
-) -> dict[str, Any]:
+def _checkpoint_config(part: str, texts: TextStore, options: TrainOptions, own: ProfilePath | None) -> dict[str, Any]:
     """Return the configuration of a training; only a checkpoint with the same configuration is resumed."""
-    identity = llm.identity.model_dump(mode="json", exclude={"name"})
-    config = {"version": 3, "kind": part, "model": identity, "vocabulary": options.vocabulary, "seed": options.seed}
-    config |= {"texts": texts.folder.name, "most_texts": options.texts}
+    config: dict[str, Any] = {"version": 3, "kind": part, "vocabulary": options.vocabulary}
+    config |= {"texts": texts.folder.name, "most_texts": options.texts}  # the folder's name is of model and seed, too
     if part in ("distill", "layerskip"):
         return {**config, "student": options.student, "layers": options.layers, "loss": options.loss}
     return (

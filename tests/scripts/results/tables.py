@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,18 @@ def grouped(head: list[str], groups: list[tuple[str, list[list[str]]]]) -> str:
     return table([head, *named])
 
 
+def by_setting(found: dict[str, Any], head: list[str], row: Callable[[dict[str, Any]], list[str]]) -> str:
+    """A table of a file with a row for each setting and method: what `row` makes of it, and of how many texts equal."""
+
+    def same(of: dict[str, Any]) -> str:
+        return "-" if of["same_text"] is None else f"{of['same_text']} of {of['prompts']}"
+
+    groups = [
+        (name, [[method, *row(of), same(of)] for method, of in methods.items()]) for name, methods in settings(found)
+    ]
+    return grouped(["", "method", *head, "same text"], groups)
+
+
 def settings(found: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, Any]]]]:
     """The settings of a file, in words, and what was measured in each, by method."""
     return [
@@ -86,28 +99,11 @@ def settings(found: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, Any]]
 def whole(found: dict[str, Any]) -> str:
     """A table of speed, ratios to plain decoding, TTFT and equal texts by setting and method."""
 
-    def row(name: str, of: dict[str, Any], *, greedy: bool) -> list[str]:
+    def row(of: dict[str, Any]) -> list[str]:
         ratios = [f"{of['tokens_per_second']:.1f}", f"{of['ratio_of_means']:.2f}", ratio(of["median"])]
-        same = f"{of['same_text']} of {of['prompts']}" if greedy else "-"
-        return [name, *ratios, f"{of['first_ms']:.0f}", ratio(of["after_first"]), same]
+        return [*ratios, f"{of['first_ms']:.0f}", ratio(of["after_first"])]
 
-    head = [
-        "",
-        "method",
-        "tokens/s",
-        "/ plain, means",
-        "median (95%)",
-        "first token, ms",
-        "/ plain after it",
-        "same text",
-    ]
-    return grouped(
-        head,
-        [
-            (name, [row(method, of, greedy=name.endswith("greedy")) for method, of in methods.items()])
-            for name, methods in settings(found)
-        ],
-    )
+    return by_setting(found, ["tokens/s", "/ plain, means", "median (95%)", "first token, ms", "/ plain after it"], row)
 
 
 def by_task(found: dict[str, Any]) -> str:
@@ -125,23 +121,15 @@ def by_task(found: dict[str, Any]) -> str:
 
 def lengths(found: dict[str, Any]) -> str:
     """Tables of TTFT, of the ratio to plain decoding after it, and of costs, by length of the prompt."""
-    lengths = list(next(iter(settings(found)[0][1].values()))["by_task"])
-    head = ["", "method", *(f"{name} tokens: first, s" for name in lengths)]
-    head += [*(f"{name}: / plain after it" for name in lengths), "same text"]
+    names = list(next(iter(settings(found)[0][1].values()))["by_task"])
 
-    def row(method: str, of: dict[str, Any], *, greedy: bool) -> list[str]:
-        firsts = [f"{of['first_ms_by_task'][name] / 1e3:.2f}" for name in lengths]
-        after = [f"{of['after_first_by_task'][name]:.2f}" for name in lengths]
-        return [method, *firsts, *after, f"{of['same_text']} of {of['prompts']}" if greedy else "-"]
+    def row(of: dict[str, Any]) -> list[str]:
+        firsts = [f"{of['first_ms_by_task'][name] / 1e3:.2f}" for name in names]
+        return [*firsts, *(f"{of['after_first_by_task'][name]:.2f}" for name in names)]
 
-    measured = grouped(
-        head,
-        [
-            (name, [row(method, of, greedy=name.endswith("greedy")) for method, of in methods.items()])
-            for name, methods in settings(found)
-        ],
-    )
-    return "\n\n".join([measured, *([costs(found["costs"])] if found.get("costs") else [])])
+    head = [*(f"{name} tokens: first, s" for name in names), *(f"{name}: / plain after it" for name in names)]
+    measured = by_setting(found, head, row)
+    return f"{measured}\n\n{costs(found['costs'])}" if found.get("costs") else measured
 
 
 def costs(by_dtype: dict[str, dict[str, dict[str, float]]]) -> str:

@@ -217,7 +217,7 @@ def test_nothing_is_learnt_from_tokens_after_a_rejection():
 
 @pytest.mark.parametrize("other", [0, 1, 3])
 def test_all_tokens_that_a_round_brought_count(other):
-    """Of a tree, tokens of another branch may follow those of the chain that the controller drafted."""
+    """In a tree, accepted tokens of another branch may follow those that the controller drafted."""
     controller = RateOptimal(rate=1.0, memory=0.0, payoff=PayoffModel(0.25, STEPS, flat(0.9)))
     controller.observe([0.9, 0.9], 1, candidates=2, other=other)
     assert controller.rate == pytest.approx((2 + other) / (2 * 0.25 + STEPS[3]))

@@ -487,7 +487,7 @@ def test_weights_are_brought_to_another_folder(runtime, file, tmp_path):
 
 
 def test_trained_modules_of_a_path_are_brought_with_it(runtime, file, tmp_path):
-    """As a head below it is trained; another training of the path itself replaces them."""
+    """When a head below the path is trained; training the path anew replaces its modules."""
     (tmp_path / "there").mkdir()
     profile = profile_with(runtime, file)
     trained = file.with_name("adapter.safetensors")

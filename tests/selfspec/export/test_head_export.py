@@ -139,7 +139,7 @@ def test_mlp_as_trained_reads_the_models_embeddings(runtime, tmp_path):
 
 
 def test_mlp_of_a_model_that_scales_its_embeddings():
-    """As of Gemma and Granite: the head was trained on what the embedding gives, scaled."""
+    """Gemma and Granite multiply embeddings by a factor, and the head was trained on the products."""
     runtime = LeanRuntime(tiny(FAMILY_CONFIGS["granite"]))
     assert runtime.skeleton.parts.embedded != 1.0
     part = random_part(runtime, range(runtime.skeleton.identity.vocabulary), "mlp")

@@ -97,7 +97,7 @@ class TestVerdicts:
         near = Difference(7, 0, 1, gap=1e-6, noise=1e-6)
         bug = Difference(7, 0, 2, gap=1.0, noise=1e-6)
         judged = {one: near, other: bug}
-        monkeypatch.setattr(summary, "_difference", lambda plain, llm, prompt, text, its: judged[its])
+        monkeypatch.setattr(summary, "copies_difference", lambda plain, llm, prompt, text, its: judged[its])
         assert verdict(llm64, llm64, self.PROMPT, {text}, {text, one}) == "near_tie"
         assert verdict(llm64, llm64, self.PROMPT, {text}, {other, text, one}) == "bug"
 

@@ -152,7 +152,7 @@ def test_linears_are_parts_of_one_product(kind, make):
 
 @pytest.mark.parametrize("make", [pytest.param(BlockProduct, marks=needs_native), SlowBlockProduct])
 def test_gradients_pass_through_to_inputs(make):
-    """As where a path of a model that is kept as in its file is trained."""
+    """Training a path of a GGUF model that is kept in its quantised types needs them."""
     weight, exact = blocks_of("Q8_0", 2, 48, 256)
     linear, x = BlockLinear(make(weight), 0, nn.Linear(256, 48, bias=False)), torch.randn(2, 256, requires_grad=True)
     linear(x).square().sum().backward()

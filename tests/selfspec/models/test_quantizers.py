@@ -55,7 +55,7 @@ def test_moments_are_means_over_all_inputs():
 
 
 def test_inputs_are_counted_where_a_gated_mlp_is_one_kernel():
-    """As on a GPU, for a few rows: it would run in place of the linears whose inputs are watched."""
+    """On a GPU one kernel computes gate and up of few rows; it must not replace the linears that are watched."""
     config = copy.deepcopy(CONFIGS["llama"])
     config.intermediate_size = 64
     runtime, texts = LeanRuntime(tiny(config, dtype=torch.float32)), torch.arange(12)[None]

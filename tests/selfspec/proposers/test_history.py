@@ -149,7 +149,7 @@ def test_which_files_hold_answers(tmp_path):
 
 
 def test_an_empty_file_will_do(tmp_path):
-    """As of a process that ended before it wrote to the file."""
+    """A process that ended before its first write leaves one."""
     path = tmp_path / "some.answers"
     path.touch()
     check_answers(path)

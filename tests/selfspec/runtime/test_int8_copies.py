@@ -148,7 +148,7 @@ def test_a_pass_that_is_refused_spoils_no_copies():
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 9999))
 def test_paths_that_skip_other_attentions_read_no_copies_that_none_of_them_made(seed):
-    """As of profiles with several drafts, and of searches: a pass makes the copies of the layers that it runs."""
+    """Profiles with several drafts, and searches, run several paths over one cache; each copies its own layers."""
     chance = random.Random(seed)
     used, fresh = (runtime_of("llama").with_new_cache(rows=1) for _ in range(2))
     paths = [DraftPath.from_modes(chance.choices(["int8", "skip"], k=2 * LAYERS)) for _ in range(3)]
