@@ -313,7 +313,7 @@ def _report(bench: dict[str, Any], console: Console) -> None:
         f"{bench['model']}{wide}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
         f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
         f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
-        f"profile: {bench['source']}{bits_text}",
+        f"drafts: {bench['source']}{bits_text}",
         f"weights: {size(bench['weight_bytes'])}, {bench['layouts']['plain']} for plain decoding, "
         f"{bench['layouts']['drafting']} for drafting ({size(bench['extra_bytes'])} more)"
         + (f"; held in {bench['held']}, exactly" if bench["held"] else ""),

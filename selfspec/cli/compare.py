@@ -151,7 +151,7 @@ def _report(bench: Mapping[str, Any], prepared: Mapping[str, float], console: Co
         f"{bench['model']}; {bench['machine']}; {threads}; {bench['dtype']}; {bench['prompts']} prompts x "
         f"{bench['max_new_tokens']} tokens x {bench['rounds']} rounds",
         f"prompts: {bench['prompt_source']}{', as chat messages' * bench['chat']}",
-        f"profile: {bench['source']}",
+        f"drafts: {bench['source']}",
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)

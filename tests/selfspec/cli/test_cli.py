@@ -464,7 +464,7 @@ class TestBench:
         assert "builtin widened 2 times; " in out
         assert "of plain decoding" in out
         assert re.search(r"^profile +\d+\.\d\d ", out, re.MULTILINE)
-        (drafts,) = re.findall(r"^profile: profile .*", out, re.MULTILINE)
+        (drafts,) = re.findall(r"^drafts: profile .*", out, re.MULTILINE)
         assert drafts.count("skipped") == 1, "the draft path is described once"
         assert "hf" not in out
 
