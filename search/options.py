@@ -280,7 +280,9 @@ class SearchOptions:
             if self.context is not None or self.max_draft_cost is not None:
                 raise SelfspecError("context and max_draft_cost need the cost model of the replay objective")
             if self.store is not None or self.int4 != AUTO_METHOD:
-                raise SelfspecError("store and int4 need the replay objective; wall-clock trials round to nearest and look nothing up")
+                raise SelfspecError(
+                    "store and int4 need the replay objective; wall-clock trials round to nearest and look nothing up"
+                )
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
