@@ -91,7 +91,7 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
         return None if gpu else Profile(model=identity, draft=LookupSpec())
     if gpu:
         return quantized_profile(identity, "int4", head="int8", drafted=DRAFTED_ON_GPU)
-    return _by_rate(
+    return assumed_by_rate(
         quantized_profile(identity, "int8", head="int8", drafted=DRAFTED),
         _assumed_costs(model, identity.layers, needed),
     )
@@ -107,8 +107,8 @@ def check_extra_memory(extra_memory: float | None) -> None:
         )
 
 
-def _by_rate(profile: Profile, costs: CostModel) -> Profile:
-    """Return the profile of int8 drafts with the controller `rate`, by these costs."""
+def assumed_by_rate(profile: Profile, costs: CostModel) -> Profile:
+    """Return a profile of all sub-layers in one mode with the controller `rate`, by costs that are assumed."""
     assumed = {"costs": costs, "acceptance": _INT8_ACCEPTANCE, "note": "costs and acceptance are assumed, not measured"}
     draft = profile.draft.model_copy(update={"confidence": _INT8_CONFIDENCE})
     profile = profile.model_copy(update={**assumed, "draft": draft})

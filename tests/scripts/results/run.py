@@ -41,6 +41,7 @@ from subjects import (
     digest,
     documents,
     editing,
+    held_out,
     in_torch,
     questions,
 )
@@ -53,8 +54,9 @@ METHODS = {
     "lookup alone": "lookup",
     "no search": "default",
 }
+DEFAULT_INT4 = {"no search, in int4": "default-int4"}
 LOW_BIT = {"int8 drafts alone": "int8", "int4 drafts alone": "int4"}
-OURS = METHODS | LOW_BIT
+OURS = METHODS | LOW_BIT | DEFAULT_INT4
 OF_PROFILE = ("profile", "path", "int8", "int4")  # those of `OURS` that a searched profile is needed for
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
@@ -130,6 +132,8 @@ def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[st
     for name in drafts:
         if drafts[name] in OF_PROFILE:
             drafts[name] += f"@{run.searched(dtype, temperature) if of.model == MODEL else BUILTIN_PROFILE}"
+        elif name in DEFAULT_INT4:
+            drafts[name] += f"@{run.int4(dtype)}"
     ours = Worker(sys.executable, "selfspec", drafts=drafts, **common)
     found |= dict.fromkeys(drafts, ours)
     if "plain, the 4-bit file" in names:
@@ -325,6 +329,13 @@ COMPARISONS = (
         {0.0: 3, 0.8: 2},
         "",
         peers_every=2,
+    ),
+    Comparison(
+        "held-out",
+        held_out,
+        dict.fromkeys(("float32", "bfloat16"), ("plain", "selfspec", "no search", *DEFAULT_INT4)),
+        {0.0: 1, 0.8: 1},
+        "",
     ),
     Comparison(
         "editing",

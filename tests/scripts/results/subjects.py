@@ -96,6 +96,16 @@ class Run:
             subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
         return profile
 
+    def int4(self, dtype: str) -> Path:
+        """A profile of all sub-layers in int4, by the quantiser for few texts."""
+        profile = self.folder / f"{dtype}.int4.yaml"
+        if not profile.exists():
+            command = ["-m", "selfspec", "quantize", "--model", self.model_of(MODEL, dtype), "--dtype", in_torch(dtype)]
+            command += ["--int4", "weighted", "--threads", str(self.given.threads)]
+            command += ["--out", str(profile.with_suffix(".safetensors"))]
+            subprocess.run([sys.executable, *command], check=True, stdout=sys.stderr)
+        return profile
+
     def model_of(self, model: str, dtype: str) -> str:
         """The model to load: SmolLM2 as a folder with its groups shifted; `held` has weights rounded to bfloat16."""
         if model != MODEL:
@@ -160,15 +170,27 @@ def in_torch(dtype: str) -> str:
     return "float32" if dtype == "held" else dtype
 
 
-def questions(run: Run) -> list[Question]:
-    """The prompts of the file: as many as asked for, spread evenly over it."""
+def questions(run: Run, *, others: bool = False) -> list[Question]:
+    """The prompts of the file: as many as asked for, spread evenly over it; `others`: as many of those between them."""
     if run.given.prompts is None:
         rows = [{"prompt": text, "task": "chat"} for text, _ in builtin.chat_prompts("heldout")]
     else:
         rows = [json.loads(line) for line in run.given.prompts.read_text("utf-8").splitlines() if line.strip()]
-    limit = min(run.given.limit, len(rows))
-    numbers = [number * len(rows) // limit for number in range(limit)]
+    numbers = spread(range(len(rows)), run.given.limit)
+    if others:
+        numbers = spread(sorted({*range(len(rows))} - {*numbers}), run.given.limit)
     return [Question(number, rows[number]["task"], run.chat(rows[number]["prompt"])) for number in numbers]
+
+
+def held_out(run: Run) -> list[Question]:
+    """Prompts of the file that `questions` leaves out: nothing was tuned on them."""
+    return questions(run, others=True)
+
+
+def spread(numbers: Sequence[int], limit: int) -> list[int]:
+    """`limit` of some numbers at most, spread evenly over them."""
+    limit = min(limit, len(numbers))
+    return [numbers[at * len(numbers) // limit] for at in range(limit)]
 
 
 def editing(run: Run) -> list[Question]:

@@ -173,6 +173,7 @@ def schemas(found: dict[str, Any]) -> str:
 
 RENDERED = {
     "questions": whole,
+    "held-out": whole,
     "editing": whole,
     "code": whole,
     "documents": lengths,
