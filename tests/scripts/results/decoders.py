@@ -80,9 +80,9 @@ def default_in_int4(default: Any, quantized: Any) -> Any:
     int8 = default.costs.low["int8"]
     int4 = int8.model_copy(update={name: getattr(int8, name) / 2 for name in ("attention", "mlp")})
     costs = default.costs.model_copy(update={"low": {"int4": int4}})
-    profile = quantized_profile(default.model, "int4", head="int8", drafted=DRAFTED)
-    draft = profile.draft.model_copy(update={"int4_weights": quantized.draft.int4_weights})
-    return assumed_by_rate(profile.model_copy(update={"draft": draft, "parts": quantized.parts}), costs)
+    draft = quantized_profile(default.model, "int4", head="int8", drafted=DRAFTED).draft
+    draft = draft.model_copy(update={"int4_weights": quantized.draft.int4_weights})
+    return assumed_by_rate(quantized.model_copy(update={"draft": draft}), costs)
 
 
 def all_in_one_mode(profile: Any, mode: Any, layers: int) -> Any:
