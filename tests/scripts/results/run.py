@@ -333,7 +333,10 @@ COMPARISONS = (
     Comparison(
         "held-out",
         held_out,
-        dict.fromkeys(("float32", "bfloat16"), ("plain", "selfspec", "no search", *DEFAULT_INT4)),
+        {
+            "float32": ("plain", "selfspec", "no search", *DEFAULT_INT4),
+            "bfloat16": ("plain", "no search", *DEFAULT_INT4),
+        },
         {0.0: 1, 0.8: 1},
         "",
     ),
