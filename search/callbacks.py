@@ -15,12 +15,19 @@ _log = logging.getLogger("selfspec")
 class Trial:
     """A trial: the score of one draft path.
 
-    `number`: from 0. `known`: whether the path was scored in an earlier search or by another worker.
+    `number`: from 0. `known`: whether the path was scored in an earlier search or by another worker. `timed`: whether
+    the score was measured by decoding, rather than predicted.
     """
 
     number: int
     score: Score
     known: bool
+    timed: bool = False
+
+    @property
+    def speedup(self) -> str:
+        """The speedup, and how it is known."""
+        return f"{self.score.speedup:.2f}x plain decoding {'measured' if self.timed else 'predicted'}"
 
 
 class SearchCallbacks(Protocol):
@@ -65,9 +72,9 @@ class Logged(SilentSearch):
     def trial(self, trial: Trial) -> None:
         """Log the trial's speedup and draft path."""
         _log.info(
-            "trial %d: %.3gx plain decoding predicted, %s",
+            "trial %d: %s, %s",
             trial.number + 1,
-            trial.score.speedup,
+            trial.speedup,
             trial.score.path.summary,
         )
 

@@ -114,7 +114,7 @@ class Ledger:
         self._records: dict[str, Any] = {}
         self._finishers: list[tuple[str, float]] = []
         self._read: set[int] = set()
-        storage = open_storage(where)
+        storage = open_storage(where, write=settings is not None)
         with self._errors():
             self._study = _study(storage, study, make=settings is not None)
         own = is_database(where) or self._study.study_name != STUDY

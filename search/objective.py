@@ -80,8 +80,8 @@ class Objective(Protocol):
 class WallClockObjective:
     """The objective of Draft & Verify (2309.08168, section 3.2): tokens per second of decoding, prefill included.
 
-    `controller` None: the adaptive threshold. `on_prompt` receives the number of plain decodings done: a warm-up, then
-    every prompt.
+    `controller` None: the adaptive threshold. `plain_llm`: the model that decodes plainly (None: `llm`). `on_prompt`
+    receives the number of plain decodings done: a warm-up, then every prompt.
     """
 
     def __init__(
@@ -91,14 +91,16 @@ class WallClockObjective:
         decoding: DecodingSettings,
         controller: ControllerSpec | None,
         *,
+        plain_llm: LLM | None = None,
         on_prompt: Callable[[int], None] = lambda done: None,
     ) -> None:
         self._llm, self._prompts, self._decoding = llm, prompts, decoding
         self._controller = controller or ControllerSpec(name="adaptive")
-        parts = [decode_all(llm, PlainDrafter(), [prompts[0]], decoding)]  # warm up
+        plainly = plain_llm or llm
+        parts = [decode_all(plainly, PlainDrafter(), [prompts[0]], decoding)]  # warm up
         for prompt in prompts:
             on_prompt(len(parts))
-            parts.append(decode_all(llm, PlainDrafter(), [prompt], decoding))
+            parts.append(decode_all(plainly, PlainDrafter(), [prompt], decoding))
         on_prompt(len(parts))
         self._plain = Stats.total(parts[1:]).tokens_per_second
 

@@ -272,6 +272,12 @@ class SearchOptions:
             raise SelfspecError(
                 "kv 'own': expected modes full,skip, because draft models of other engines support no other modes"
             )
+        if self.kv == "own" and self.store is not None:
+            raise SelfspecError("kv 'own': expected no store, because draft models of other engines look nothing up")
+        if self.int4 != AUTO_METHOD and "int4" not in self.allowed_modes:
+            raise SelfspecError(
+                f"int4 '{self.int4}': expected int4 among the modes, which are {','.join(self.allowed_modes)}"
+            )
         if self.objective == "wallclock":
             if self.kv == "own":
                 raise SelfspecError(

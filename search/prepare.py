@@ -282,5 +282,7 @@ def prepare_wallclock(search: SearchContext, *, warm: bool) -> Preparation:
         with Replay(search.llm.model, texts, depth=1) as replay:
             starts = (*likely(space, by_cosines(space, replay.streams(STREAM_POSITIONS))), every_second(space))
     search.watch.stage("measuring plain decoding", 1 + len(prompts))
-    objective = WallClockObjective(search.llm, prompts, decoding, search.controller, on_prompt=search.watch.step)
+    objective = WallClockObjective(
+        search.llm, prompts, decoding, search.controller, plain_llm=search.plain_llm, on_prompt=search.watch.step
+    )
     return Preparation(search, objective, Problem(space, search.seed, tuple(dict.fromkeys(starts))))

@@ -21,7 +21,7 @@ from selfspec.draft_modules.int4_quantization import (
     open_int4,
     write_int4,
 )
-from selfspec.llm.default_profile import DRAFTED
+from selfspec.llm.default_profile import DRAFTED, profile_by_rate
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
 from selfspec.profile.draft_spec import LayerSkipSpec
@@ -221,8 +221,9 @@ def quantize(
 def _profile(llm: LLM, profile: Profile | None) -> Profile:
     """Return the profile that is to use the weights. Raises `SelfspecError` if its path has no int4 sub-layer."""
     if profile is None:
-        quantizable = llm.runtime.part_bytes("head", 0, "int8") is not None
-        return quantized_profile(llm.identity, "int4", head="int8" if quantizable else "full", drafted=DRAFTED)
+        if llm.runtime.part_bytes("head", 0, "int8") is None:
+            return quantized_profile(llm.identity, "int4", head="full", drafted=DRAFTED)
+        return profile_by_rate(llm.model, llm.identity, "int4")
     if not isinstance(profile.draft, LayerSkipSpec) or not len(profile.path.int4):
         raise SelfspecError(
             "the profile's draft path has no sub-layer in int4; expected one that has, or --profile none"
@@ -280,7 +281,7 @@ def _write_profile(profile: Profile, weights: Path) -> None:
     assert isinstance(profile.draft, LayerSkipSpec)
     others = {name: part for name, part in profile.parts.items() if name in _parts_of(profile.draft)}
     if profile.folder is not None:
-        bring_parts(others, profile.folder, weights.parent)
+        others = bring_parts(others, profile.folder, weights.parent)
     parts = {**others, INT4: ModuleFile(file=weights.name, sha256=sha256_of(weights))}
     draft = profile.draft.model_copy(update={"int4_weights": INT4})
     update = {"draft": draft, "parts": parts, "measured": [], "predicted": None, "also": []}

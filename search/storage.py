@@ -48,8 +48,8 @@ def display_name(where: str | Path) -> str:
     return f"{head}://{user.partition(':')[0]}:***@{host}" if separator and ":" in user else str(where)
 
 
-def open_storage(where: str | Path) -> BaseStorage:
-    """Open a study's storage.
+def open_storage(where: str | Path, *, write: bool = True) -> BaseStorage:
+    """Open a study's storage, for reading alone unless `write`.
 
     `where`, as `resolve_storage` returns it, is `memory`, a URL such as `postgresql://...`, or else the path of a
     journal file, which is made if it is missing. Raises `SelfspecError` for a file that is not a journal, and for a
@@ -58,7 +58,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if where == MEMORY:
         return InMemoryStorage()
-    return _database(str(where)) if is_database(where) else _journal(Path(where))
+    return _database(str(where)) if is_database(where) else _journal(Path(where), write=write)
 
 
 def check_storage(where: str | Path) -> None:
@@ -70,8 +70,10 @@ def check_storage(where: str | Path) -> None:
         open_storage(where)
 
 
-def _journal(path: Path) -> BaseStorage:
-    check_storage(path)
+def _journal(path: Path, *, write: bool) -> BaseStorage:
+    if write:
+        check_writable(path)
+    _check_journal(path)
     with storage_errors(path):
         lock = JournalFileOpenLock(str(path)) if fcntl is None else _JournalLock(path)
         return JournalStorage(JournalFileBackend(str(path), lock))

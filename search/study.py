@@ -70,7 +70,7 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
         memory = MemoryBudget.from_llm(llm, options.extra_memory)
         bounded = BoundedObjective(prepared.objective, prepared.costs, search.space, options.max_draft_cost, memory)
         propose = partial(make_strategy, options.strategy, prepared.problem)
-        interrupted = _run_trials(search, bounded, propose, options.trials)
+        interrupted = _run_trials(search, bounded, propose, options.trials, len(prepared.problem.warm))
         if not interrupted and not search.ledger.claim_finish():
             raise AnotherFinishes(
                 f"{search.ledger.description}: another worker measures the best and saves the profile"
@@ -277,16 +277,18 @@ def _encoded(llm: LLM, prompts: Iterable[Prompt], *, chat: bool) -> Iterator[lis
 
 
 def _run_trials(
-    search: SearchContext, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int
+    search: SearchContext, objective: BoundedObjective, strategy: Callable[[], Strategy], trials: int, warm: int
 ) -> bool:
     """Ask, score and tell until the study has `trials` trials by all workers; return whether an interrupt ended it.
+
+    `warm`: the number of paths that the strategy proposes first, all of which may exceed a bound of the objective.
 
     Then the paths with every sub-layer in one quantised mode are scored, if no trial has scored them.
     """
     ledger, deadline = search.ledger, search.budget.deadline("trials")
     search.watch.stage("searching", trials)
     try:
-        _ask_and_tell(search, objective, strategy(), trials, deadline)
+        _ask_and_tell(search, objective, strategy(), trials, warm + trials, deadline)
         _score_uniform(search, objective)
     except KeyboardInterrupt:
         if not ledger.scores:
@@ -298,25 +300,31 @@ def _run_trials(
 
 
 def _ask_and_tell(
-    search: SearchContext, objective: BoundedObjective, proposer: Strategy, trials: int, deadline: Deadline
+    search: SearchContext,
+    objective: BoundedObjective,
+    proposer: Strategy,
+    trials: int,
+    patience: int,
+    deadline: Deadline,
 ) -> None:
-    """Run the trials of `_run_trials`.
+    """Run the trials of `_run_trials`, until `patience` proposals in a row have brought no new trial.
 
     A resumed search proposes the same paths as before, whose scores are known. A path that another worker is scoring
     counts as the worst score so far (constant liar) until its true score is known; if that worker dies, this one scores
     the path.
     """
     ledger, reported, idle, longest = search.ledger, set[DraftPath](), 0, 0.0
+    timed = objective.costs is None
     assumed: list[DraftPath] = []  # paths that others were scoring when they were proposed
 
     def take(score: Score, *, known: bool) -> None:
         if score.path not in reported:
-            search.watch.trial(Trial(len(reported), score, known))
+            search.watch.trial(Trial(len(reported), score, known, timed))
             reported.add(score.path)
 
-    if ledger.scores:  # makes the best path the incumbent, with which later paths are compared
+    if ledger.scores and not timed:  # makes the best path the incumbent, with which later paths are compared
         objective.score(max(ledger.scores.values(), key=lambda score: score.tokens_per_second).path)
-    while len(reported) < trials and idle < trials and (not reported or deadline.allows(longest)):
+    while len(reported) < trials and idle < patience and (not reported or deadline.allows(longest)):
         begun = deadline.clock()
         ledger.refresh()
         dropped = _dropped(ledger, assumed)

@@ -100,6 +100,9 @@ def as_profile(ledger: Ledger, entry: Entry) -> Profile:
         note=f"picked from {ledger.description}; not measured",
     )
     base = with_int4_part(base, ledger.int4)
+    if ledger.int4 is not None and len(score.path.int4) and not base.parts:
+        lost = "the int4 weights that it was scored with are not in the cache, so that they are rounded to nearest"
+        base = base.model_copy(update={"note": f"{base.note}; {lost}"})
     predicted = None
     if entry.draft_cost is not None:
         predicted = Prediction(

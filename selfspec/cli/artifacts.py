@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from selfspec.cli.common import (
     profile_named,
     progress,
     quiet,
+    say_how_to_resume,
     stage_line,
     stderr,
     stdout,
@@ -33,6 +33,7 @@ from selfspec.cli.search import SearchWatch
 from selfspec.models.loading import check_at_hand, load_tokenizer, read_identity
 from selfspec.proposers.history import AnswerHistory, keeps_answers
 from selfspec.proposers.store import Store, write_store
+from selfspec.text.datasets_prompts import text_files
 from selfspec.text.prompt_files import read_texts
 from selfspec.training.options import check_kind
 
@@ -75,8 +76,7 @@ def run_train(command: TrainCommand) -> int:
         files = {"part": str(fitted.part), "profiles": [str(path) for path in fitted.profiles]}
         print_json({**files, **fitted.record, "interrupted": fitted.interrupted})
     if fitted.interrupted:
-        again = shlex.join(["selfspec", *sys.argv[1:]])
-        console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
+        say_how_to_resume(console)
         return 130
     return 0
 
@@ -133,9 +133,9 @@ def _report(fitted: Fitted, console: Console) -> None:
 
 def print_usage(profiles: Sequence[Path], console: Console, *, model: Path | None = None) -> None:
     """Print how saved profiles are used; `model`: the folder of their model, if training changed it."""
-    model_option = "" if model is None else f"--model {shlex.quote(str(model))} "
+    model_option = "" if model is None else f"--model {quote(str(model))} "
     for path in profiles:
-        command = f"selfspec generate {model_option}--profile {shlex.quote(str(path))} 'your prompt'"
+        command = f"selfspec generate {model_option}--profile {quote(str(path))} 'your prompt'"
         console.print(f"saved {path}; use it with: {command}", markup=False, soft_wrap=True)
 
 
@@ -185,8 +185,7 @@ def run_quantize(command: QuantizeCommand) -> int:
                 profile=llm.known_profile,
             )
     except KeyboardInterrupt:
-        again = shlex.join(["selfspec", *sys.argv[1:]])
-        console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
+        say_how_to_resume(console)
         return 130
     texts = made.settings["texts"]
     console.print(
@@ -213,7 +212,8 @@ def run_index(options: IndexCommand) -> None:
     model = model_for(options.model, None)
     check_writable(options.out)
     if not options.add:
-        check_not_read(options.out, *options.texts)
+        for path in options.texts:
+            check_not_read(options.out, *(text_files(Path(path)) if kind(Path(path)) == "folder" else [path]))
     existing: list[tuple[int, ...]] = []
     vocabulary = read_identity(model).vocabulary or 0
     if options.add and kind(options.out) != "missing":
@@ -245,7 +245,7 @@ def run_index(options: IndexCommand) -> None:
         return
     stdout().print(
         f"{stats['texts']} texts, {tokens:,} tokens, {stats['bytes']:,} bytes, in {stats['seconds']} s: {options.out}. "
-        f"Use it with: selfspec generate --model {model} --store {options.out}",
+        f"Use it with: selfspec generate --model {quote(model)} --store {quote(str(options.out))}",
         soft_wrap=True,
         markup=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections import Counter
@@ -53,6 +54,12 @@ if TYPE_CHECKING:
 SIGN_STYLES = {"#": "bold green", "8": "bold cyan", "4": "bold yellow", ".": "red"}  # rich styles in skip maps
 
 
+def say_how_to_resume(console: Console) -> None:
+    """Print the line that says how an interrupted command goes on."""
+    again = shlex.join(["selfspec", *sys.argv[1:]])
+    console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
+
+
 def search_hint(llm: LLM) -> str:
     """Return the line that says how a model drafts without a profile, and how to search for one."""
     assert llm.profile is not None
@@ -62,7 +69,8 @@ def search_hint(llm: LLM) -> str:
     head = "" if path.head in ("full", *modes) else f", the head in {path.head}"
     more = f"{size(llm.runtime.extra_bytes(path))} more{head}" if weights else ""
     how = f"{weights} weights ({more}) and lookup" if weights else "lookup only"
-    return f"no profile known: drafting with {how}; a faster one may be found by: selfspec search --model {llm.name}"
+    command = f"selfspec search --model {shlex.quote(llm.name)}"
+    return f"no profile known: drafting with {how}; a faster one may be found by: {command}"
 
 
 class _SignConsole(Console):

@@ -247,7 +247,7 @@ def _save(llm: LLM, best: Recommendation, task: BenchTask, bench: Mapping[str, A
 
     assert options.out is not None
     profile = profile_of(llm, best.method, task.profile)
-    held_out = options.data.source is None
+    held_out = options.data.held_out
     if best.method != "plain":
         profile = profile.model_copy(update={"measured": measurements(bench, best.method, held_out=held_out)})
     write_profile(profile, options.out)

@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from rich.progress import TextColumn
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable, json_line, kind, parse_json, write_text
 from selfspec.cli.command_options import GenerateCommand
-from selfspec.cli.common import printable, progress, quiet, stage_line, stderr
+from selfspec.cli.common import printable, progress, quiet, say_how_to_resume, stage_line, stderr
 from selfspec.cli.decoding_options import decoding
 
 if TYPE_CHECKING:
@@ -211,8 +209,7 @@ def _decode(
                     stage_line(console, f"{done} of {len(jobs)}, {speed}")
         except KeyboardInterrupt:
             bar.stop()
-            again = shlex.join(["selfspec", *sys.argv[1:]])
-            console.print(f"to resume, run the same command again: {again}", markup=False, soft_wrap=True)
+            say_how_to_resume(console)
             return 130
         finally:
             seconds = time.perf_counter() - start

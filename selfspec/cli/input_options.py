@@ -85,6 +85,16 @@ class DataOptions:
 
         return self.source in PRESETS
 
+    @property
+    def held_out(self) -> bool:
+        """Whether `read(held_out=True)` reads prompts that no search draws from, as far as is known."""
+        from selfspec.text.datasets_prompts import PRESETS
+
+        if self.source is None:
+            return True
+        preset = PRESETS.get(self.source)  # of a file, a search may have read all
+        return preset is not None and preset.held_out != preset.split
+
     def check_not_written(self, place: Path, option: str) -> None:
         """Raise `SelfspecError` if `place`, the file that `option` names, is one of the data files."""
         if self.source is None or self.preset:

@@ -19,7 +19,7 @@ from selfspec.cli.plot import open_study
 from selfspec.cli.profile_text import facts, label, measurement_status, source
 from selfspec.models.loading import check_model_name, read_identity, stored_config
 from selfspec.profile.published_skip_sets import check_format, published_profile, read_published
-from selfspec.profile.reading import profile_schema, profile_text, write_profile
+from selfspec.profile.reading import placed, profile_schema, profile_text, write_profile
 from selfspec.profile.schema import Profile, Published
 from selfspec.profile.shipped import shipped_profiles
 from selfspec.types.identity import Identity
@@ -76,6 +76,7 @@ def join(files: Sequence[str], out: Path) -> None:
             raise SelfspecError(f"{file}: is of another model than {files[0]}: {difference}")
         if profile.parts:
             raise SelfspecError(f"{file}: has trained modules in other files; expected a profile without modules")
+    first, *others = (placed(profile, out.parent) for profile in (first, *others))
     write_profile(first.with_alternatives(others), out)
     summaries = "; ".join(profile.draft.summary for profile in (first, *others))
     stderr().print(f"saved {out}: {len(files)} ways to draft ({summaries})", markup=False, soft_wrap=True)

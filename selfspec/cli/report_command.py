@@ -119,8 +119,7 @@ def _decode_samples(options: ReportCommand, profile: Profile) -> _DecodedSamples
     except SelfspecError as error:
         raise SelfspecError(f"{error}; --no-sample writes the page without loading the model") from None
     encoded = options.data.encode_prompts(llm, raw_prompts, limit=options.limit, max_new_tokens=options.max_new_tokens)
-    held_out = options.data.source is None or options.data.preset  # of a file, a search may have read all
-    return _generate_samples(llm, profile, encoded, options.max_new_tokens, held_out=held_out)
+    return _generate_samples(llm, profile, encoded, options.max_new_tokens, held_out=options.data.held_out)
 
 
 def _generate_samples(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,16 @@ from rich.progress import SpinnerColumn, TextColumn
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_writable
-from selfspec.cli.common import model_for, print_json, progress, quiet, skip_map, stage_line, stderr
+from selfspec.cli.common import (
+    model_for,
+    print_json,
+    progress,
+    quiet,
+    say_how_to_resume,
+    skip_map,
+    stage_line,
+    stderr,
+)
 from selfspec.cli.options import SearchCommand
 from selfspec.cli.profile_text import facts, plain_step
 from selfspec.profile.reading import write_profile
@@ -39,15 +47,17 @@ def run(command: SearchCommand) -> int:
         watch.loading()
         profile = _search(model, command, prompts, budget, watch)
     if profile is None:
+        if command.json:
+            print_json({"out": None, "profile": None})
         return 0
-    write_profile(profile, command.out)
+    profile = write_profile(profile, command.out)
     print_found(profile, command.out, console)
     console.print(f"took {_time_taken(budget)}")
     if command.json:
         print_json({"out": str(command.out), "profile": profile.model_dump(mode="json", exclude_none=True)})
     if profile.search is not None and profile.search.interrupted:
-        again = shlex.join(["selfspec", *sys.argv[1:]])
-        console.print(f"to resume the search, run the same command again: {again}", markup=False, soft_wrap=True)
+        if command.trials_storage != "memory":
+            say_how_to_resume(console)
         return 130
     if command.search_options.storage is None and isinstance(command.trials_storage, Path):
         command.trials_storage.unlink(missing_ok=True)
@@ -166,7 +176,7 @@ class SearchWatch:
             self._best = score.speedup
             if not trial.known:
                 self._bar.console.print(
-                    f"trial {trial.number + 1}: {score.speedup:.2f}x plain decoding predicted, {score.path.summary}, "
+                    f"trial {trial.number + 1}: {trial.speedup}, {score.path.summary}, "
                     f"{score.acceptance_rate:.0%} accepted",
                     soft_wrap=True,
                 )

@@ -78,6 +78,11 @@ class BatchDraftScheduler:
         self._hoped = self._got = 0.0  # lookup tokens of this round: expected and actual number accepted
 
     @property
+    def rows(self) -> int:
+        """The number of sequences that this round decodes."""
+        return self._rows
+
+    @property
     def first(self) -> float:
         """The chance that a draft's first token is accepted."""
         return (self._known * KNOWN + self._right) / (KNOWN + self._tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import clock
 from selfspec.controllers import BatchDraftScheduler, Controller, DraftLoop
 from selfspec.controllers.batch_scheduler import HORIZON
@@ -96,7 +98,7 @@ class ChainDrafter(ControlledDrafter):
         self.confidence = confidence
         self.candidates = candidates
         self._deepest = WIDEST_DRAFT // candidates  # so that all candidates fit into one verification pass
-        self._few = True  # whether at most `FEW` sequences decode together
+        self._few = True  # whether at most `FEW` sequences draft together, or decode, where a scheduler knows how many
 
     def max_work(self, limit: Limit) -> Work:
         """Return the most work that a draft within the limit can take: that of a lookup if it can do nothing else."""
@@ -118,8 +120,8 @@ class ChainDrafter(ControlledDrafter):
             (self._most_drafted(seq, min(limit.depth, limit.nodes)), limit.lookup)
             for seq, limit in zip(seqs, limits, strict=True)
         ]
-        load = self.load if len(seqs) > 1 else None
-        self._few = load is None or len(seqs) <= FEW
+        load = self._scheduler
+        self._few = (len(seqs) if load is None else load.rows) <= FEW
         chains = (
             [self._start_chain(seq, *tokens) for seq, tokens in zip(seqs, most, strict=True)]
             if load is None
@@ -176,26 +178,29 @@ class ChainDrafter(ControlledDrafter):
         live = [chain for chain in chains if chain.loop.wants]
         if load is None or not live:
             return live
-        verified = len(chains) + sum(len(chain.tokens or chain.lookup.tokens) for chain in chains)
+        verified = load.rows + sum(len(chain.tokens or chain.lookup.tokens) for chain in chains)
         chances = [chain.loop.survival_chances(self.first_chance(chain.seq, load.first), HORIZON) for chain in live]
         for chain, length in zip(live, load.draft_lengths(chances, verified=verified), strict=True):
             chain.loop.wants = length > 0
         return [chain for chain in live if chain.loop.wants]
 
     def _draft(self, chain: Chain, logits: Tensor) -> None:
-        """Draft the next token; end the draft if no token has a finite score."""
+        """Draft the next token; end the draft if no token has a finite score, or a score is not a number."""
         seq, sampler = chain.seq, chain.seq.sampler
         row, confidence = self._scores(chain, logits), self.confidence
         q = sampler.probs(row) if confidence.probability or not sampler.greedy else None
-        taken = sampler.take(
-            row,
-            len(seq.tokens) + len(chain.tokens),
-            p=q,
-            with_p=confidence.probability != 0,
-            with_gap=confidence.gap != 0,
-            sure=not self.partial,
-        )
-        if taken is None:
+        try:
+            taken = sampler.take(
+                row,
+                len(seq.tokens) + len(chain.tokens),
+                p=q,
+                with_p=confidence.probability != 0,
+                with_gap=confidence.gap != 0,
+                sure=not self.partial,
+            )
+        except SelfspecError:  # the draft's logits are not finite, as of a path that overflows
+            taken = None
+        if taken is None or math.isnan(taken.probability) or math.isnan(taken.gap):
             chain.loop.wants = False
             return
         chain.append(taken.token, self.source)

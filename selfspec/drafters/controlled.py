@@ -64,17 +64,20 @@ class ControlledDrafter:
         """
         self._histories[seq] = AcceptanceHistory()
         literals = () if seq.continuation is None else seq.continuation.literals
-        state = self.proposer_chain.new_state(prompt=len(seq.tokens), seeded=seq.sampler.seeded, before=literals)
+        state = self.proposer_chain.new_state(prompt=seq.prompt, seeded=seq.sampler.seeded, before=literals)
         state.read(seq.tokens)
         self._proposer_states[seq] = state
         if seq.sampler.seeded:
             self._own[seq] = self.controller.start()
 
     def end(self, seq: SequenceState) -> None:
-        """Pass the text to proposers that learn, then forget the sequence; the runtime frees its scratch slots."""
+        """Pass a finished text to proposers that learn, and forget the sequence; the runtime frees its scratch slots.
+
+        A text that has not ended may only have been preempted.
+        """
         self._own.pop(seq, None)
         self._histories.pop(seq, None)
-        if (state := self._proposer_states.pop(seq, None)) is not None and self.teaches:
+        if (state := self._proposer_states.pop(seq, None)) is not None and self.teaches and not seq.remaining:
             state.finish(seq.tokens)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
@@ -93,6 +96,11 @@ class ControlledDrafter:
         controller = self._own.get(seq, self.controller)
         controller.set_context(len(seq.tokens))
         return controller
+
+    @property
+    def _scheduler(self) -> BatchDraftScheduler | None:
+        """The scheduler `load`, unless the batch decodes a single sequence, whose controller decides."""
+        return self.load if self.load is not None and self.load.rows > 1 else None
 
     def first_chance(self, seq: SequenceState, shared: float) -> float:
         """Return the chance that the first token of the sequence's next draft is accepted; `shared`: in all drafts."""
@@ -127,9 +135,9 @@ class LookupDrafter(ControlledDrafter):
     def propose(self, seqs: Sequence[SequenceState], limits: Sequence[Limit]) -> list[Draft]:
         """Return a draft for each sequence; in a batch, the scheduler `load` may shorten the drafts."""
         drafts = [self._drafted(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
-        if self.load is None or len(seqs) < 2:
+        if (load := self._scheduler) is None:
             return drafts
-        counts = self.load.lookup_lengths([draft.confidence for draft in drafts])
+        counts = load.lookup_lengths([draft.confidence for draft in drafts])
         return [draft.backbone().first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def _drafted(self, seq: SequenceState, limit: Limit) -> Draft:

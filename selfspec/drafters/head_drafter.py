@@ -19,6 +19,7 @@ from selfspec.speculation.sampling import best_and_share
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.draft_work import Work, steps_of
+from selfspec.types.methods import WIDEST_DRAFT
 
 FIRST = tuple(0.05 + 0.09 * i for i in range(11))  # prior chance to be right, by the head's probability in tenths
 USUAL = 1.3  # prior rate of the head: expected tokens in the time of a draft pass over one token
@@ -57,11 +58,16 @@ class HeadTexts:
         self._pairs: dict[SequenceState, _Pairs] = {}
 
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
-        """Start a sequence; `prefill` holds the hidden states of all prompt tokens but the last."""
-        self.head.reserve(self.head.target.cache.slots)
+        """Start a sequence; `prefill` holds the hidden states of all prompt tokens but the last.
+
+        The head reads the prompt here, as no draft shall be charged with that.
+        """
+        longest = len(seq.tokens) + seq.remaining + WIDEST_DRAFT
+        self.head.reserve(min(longest, self.head.target.cache.slots))
         pairs = self._pairs[seq] = _Pairs()
         if prefill.hidden:
             pairs.add(seq.tokens[1:], self.streams_of(prefill)[0])
+            self.catch_up(seq)
 
     def streams_of(self, step: ForwardOutput) -> Tensor:
         """Return the hidden states of a pass that the head reads, `[B, n, D * layers]`."""
@@ -237,7 +243,7 @@ class HeadBelow:
         seq, head = chain.seq, self.texts.head
         if not seq.sampler.processors:  # greedy decoding, or temperature 1
             index, share = best_and_share(logits)
-            return head.token_ids[index], share
+            return (head.token_ids[index], share) if share > 0 else None
         logits, before = head.to_full_vocabulary(logits), [*chain.tokens, *predicted]
         row = seq.sampler.scores(logits.unsqueeze(0), ([*seq.tokens, *before] for _ in range(1)))[0]
         if not seq.sampler.tied:

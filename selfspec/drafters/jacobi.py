@@ -90,7 +90,7 @@ class JacobiDrafter(_FromLastPass[_Block]):
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Place the first block after the prompt."""
         n = len(seq.tokens)
-        self._states[seq] = _Block(n, n, n)
+        self._states[seq] = _Block(seq.prompt, n, n)
 
     def observe(self, seq: SequenceState, outcome: Outcome) -> None:
         """Replace the iterate at each uncommitted position with the pass's argmax there."""

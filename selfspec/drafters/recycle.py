@@ -124,9 +124,9 @@ class InputDrafter(LookupDrafter):
         """Index the prompt as the sequence's input."""
         super().begin(seq, prefill)
         places: dict[int, list[int]] = {}
-        for place, token in enumerate(seq.tokens):
+        for place, token in enumerate(seq.tokens[: seq.prompt]):
             places.setdefault(token, []).append(place)
-        self._copies[seq] = _Copy(len(seq.tokens), places)
+        self._copies[seq] = _Copy(seq.prompt, places)
 
     def end(self, seq: SequenceState) -> None:
         """Forget the sequence's anchor."""

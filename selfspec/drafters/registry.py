@@ -83,10 +83,15 @@ def make_drafter(runtime: Runtime, profile: Profile) -> Drafter:
 
 
 def make_guarded(
-    runtime: Runtime, profile: Profile, measure_payoff: Callable[[Runtime, Profile], PayoffModel | None] | None = None
+    runtime: Runtime,
+    profile: Profile,
+    measure_payoff: Callable[[Runtime, Profile], PayoffModel | None] | None = None,
+    *,
+    together: bool = False,
 ) -> Drafter:
     """Build the drafter as `make_drafter` does, with a `Guard` around the profile's own drafter and each alternative's.
 
+    `together`: with one guard around all of them, for a batch, whose rounds all of them share.
     `measure_payoff(runtime, profile)` measures a payoff model on this machine, which the guard uses for seeded
     sequences. Without `measure_payoff`, or if it returns None, the guard uses the profile's costs. If the profile has
     no costs either, the drafts of seeded sequences are not limited. Raises `SelfspecError` as `make_drafter` does.
@@ -95,12 +100,12 @@ def make_guarded(
     def guard(alternative: Profile) -> Guard:
         payoff = alternative.payoff if alternative.costs else None
         return Guard(
-            _build_drafter(runtime, alternative),
+            make_drafter(runtime, alternative),
             payoff=payoff,
             measure_payoff=measure_payoff and partial(measure_payoff, runtime, alternative),
         )
 
-    return make_router(profile, guard)
+    return guard(profile) if together else make_router(profile, guard)
 
 
 def _build_drafter(runtime: Runtime, profile: Profile) -> Drafter:

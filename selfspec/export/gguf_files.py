@@ -5,6 +5,7 @@ Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and llama.cp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from selfspec.basics.errors import SelfspecError
 from selfspec.export.gguf_tokenizer import Key
 from selfspec.export.head_export import HeadFiles
 from selfspec.export.weights import Weights
+from selfspec.models.gguf_config import YARN
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1")
 GROUP = 32  # group size: consecutive weights of a row that share a scale
@@ -162,7 +164,12 @@ def model_keys(architecture: str, config: Any, context: int, name: str) -> list[
         ]
         if original := rope.get("original_max_position_embeddings"):
             keys.append((f"{arch}.rope.scaling.original_context_length", int(original), integer, None))
-    elif kind not in ("default", "llama3", "dynamic", "longrope"):
+        if kind == "yarn":
+            keys += [(f"{arch}.{key}", float(rope[own]), number, None) for key, own in YARN.items() if own in rope]
+            if (scale := rope.get("attention_factor")) is not None:  # llama.cpp multiplies by the usual one
+                times = float(scale) / (1 + 0.1 * math.log(float(rope["factor"])))
+                keys.append((f"{arch}.rope.scaling.attn_factor", times, number, None))
+    elif kind not in ("default", "llama3", "dynamic"):
         raise SelfspecError(f"RoPE of type '{kind}' cannot be written as GGUF")
     return keys
 

@@ -381,7 +381,9 @@ def _made(
     def drafter_on(runtime: Runtime) -> Drafter:
         if make is not None:
             return make(runtime)
-        return make_guarded(runtime, profile) if profile is not None and profile.drafts else PlainDrafter()
+        return (
+            make_guarded(runtime, profile, together=True) if profile is not None and profile.drafts else PlainDrafter()
+        )
 
     probe = llm.drafter if make is None else make(llm.runtime)  # shows which caches the drafter needs
     other = runtime_of(probe)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 
 from selfspec.basics.errors import SelfspecError, short
+from selfspec.basics.machine import available_memory
 from selfspec.runtime.base import Runtime
 from selfspec.runtime.cache import slot_copy_bytes
 from selfspec.runtime.paged import BLOCK
@@ -68,15 +68,14 @@ def runtime_for(
         return runtime.with_new_cache(rows=rows, blocks=tokens // BLOCK)
     rows = max(1, min(rows, tokens // max(least + WIDEST_DRAFT, min(longest, tokens))))
     batch_runtime = runtime.with_new_cache(rows=rows)
+    batch_runtime.grows = False
     with batch_runtime.session(min(tokens // rows, context + WIDEST_DRAFT)):
         return batch_runtime
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; 8 GiB if the system does not report it."""
+    """Return the bytes of a device's memory that can be had; 8 GiB if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not available on every system
-        return 8 * GIB
+    available = available_memory()
+    return 8 * GIB if math.isinf(available) else int(available)

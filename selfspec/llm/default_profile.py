@@ -14,6 +14,7 @@ from selfspec.controllers.rate import best_rate
 from selfspec.llm.batch_memory import free_bytes
 from selfspec.models.dispatch import device_of, dtype_of
 from selfspec.models.families import base_model, is_lean, parts_of
+from selfspec.models.half_storage import HALVES
 from selfspec.models.layout import weight_bytes
 from selfspec.models.low_precision import Bits, bytes_of, is_quantizable
 from selfspec.models.module_quantizer import quantizer_of
@@ -22,14 +23,16 @@ from selfspec.models.skeleton import read_sizes
 from selfspec.models.triton_kernels.switch import DTYPES, triton_enabled
 from selfspec.profile.draft_spec import LookupSpec
 from selfspec.profile.schema import Profile
-from selfspec.profile.shipped import choose_profile, quantized_profile, shipped_for
+from selfspec.profile.shipped import by_method, choose_profile, quantized_profile, shipped_for
 from selfspec.runtime.cache import slot_copy_bytes
+from selfspec.runtime.compiled_path import BITS
 from selfspec.types.acceptance import AcceptanceCurve, Confidence
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.costs import CostModel, ModeCosts
+from selfspec.types.draft_path import LowMode
 from selfspec.types.identity import Identity
 
-DRAFTED = 9  # most tokens of an int8 draft, which are hardly ever rejected: ten rows take little more time than one
+DRAFTED = 9  # most tokens of a draft, which are hardly ever rejected: ten rows take little more time than one
 DRAFTED_ON_GPU = 4  # an int4 step takes half of a plain one there, an int8 step three quarters
 _SPARE = 0.5  # largest share of the available memory that draft weights may take
 _BANDWIDTH = 2e10  # bytes that a pass is assumed to read in a second; what is decided depends on ratios of times alone
@@ -55,25 +58,26 @@ def resolve_profile(
 ) -> tuple[Profile | None, bool]:
     """Return the profile that `model` drafts with (None: plain decoding), and whether it is the default profile.
 
-    This is what `auto` means in every command: `choose_profile` first; the default profile if no shipped profile was
-    measured on the model's weights. The arguments are those of `choose_profile` and `default_profile`.
+    This is what `auto` means in every command: the default profile if no shipped profile was measured on the model's
+    weights, otherwise `choose_profile`. The arguments are those of `choose_profile` and `default_profile`.
     """
-    chosen = choose_profile(identity, named, method)
-    if chosen is not None or named != "auto" or shipped_for(identity):
-        return chosen, False
+    if named != "auto" or method not in (None, "profile", "path") or shipped_for(identity):
+        return choose_profile(identity, named, method), False
     default = default_profile(model, identity, extra_memory=extra_memory)
+    if method is not None:
+        default = by_method(method, default, identity)
     return default, default is not None
 
 
 def default_profile(model: Any, identity: Identity, *, extra_memory: float | None = None) -> Profile | None:
     """Return the profile to draft with if there is none for a model's weights; None: plain decoding.
 
-    It drafts with all linears and the head in int8, and with tokens looked up in the text; the guard bounds what that
-    may lose. Its controller `rate` decides by the bytes that passes read, and learns how often tokens are accepted. On
-    a GPU with Triton kernels, four tokens are drafted, with the linears in int4. `extra_memory`: the largest memory of
-    these weights, as a share of the model's bytes; by default half of the available memory. Where they take more, or
-    cannot be quantised, tokens are only looked up; on a GPU nothing is drafted then. Raises `SelfspecError` for an
-    `extra_memory` that is negative or not finite.
+    It drafts with all linears in int8, in a 16-bit model in int4, where these are faster; with the head in int8; and
+    with tokens looked up in the text. The guard bounds what that may lose. Its controller `rate` decides by the bytes
+    that passes read, and learns how often tokens are accepted. On a GPU with Triton kernels, four tokens are drafted,
+    with the linears in int4. `extra_memory`: the largest memory of these weights, as a share of the model's bytes; by
+    default half of the available memory. Where they take more, or cannot be quantised, tokens are only looked up; on a
+    GPU nothing is drafted then. Raises `SelfspecError` for an `extra_memory` that is negative or not finite.
     """
     check_extra_memory(extra_memory)
     model = base_model(model)
@@ -84,17 +88,36 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
     gpu = _has_triton(model, device)
     if not gpu and device.type != "cpu":
         return None
-    needed = _draft_bytes(model, 4 if gpu else 8)
+    mode: LowMode = "int4" if gpu or _is_faster_in_int4(model) else "int8"
+    needed = _draft_bytes(model, BITS[mode])
     free = free_bytes(device) if gpu else available_memory()
     most = free * _SPARE if extra_memory is None else extra_memory * weight_bytes(model)
     if needed is None or needed > most:
         return None if gpu else Profile(model=identity, draft=LookupSpec())
     if gpu:
         return quantized_profile(identity, "int4", head="int8", drafted=DRAFTED_ON_GPU)
-    return assumed_by_rate(
-        quantized_profile(identity, "int8", head="int8", drafted=DRAFTED),
-        _assumed_costs(model, identity.layers, needed),
-    )
+    return profile_by_rate(model, identity, mode)
+
+
+def _is_faster_in_int4(model: Any) -> bool:
+    """Return whether drafts of a model on a CPU read int4 weights natively, and take less of a plain step by it.
+
+    A step in 16 bits takes half of the time of one in float32, of which int8 drafts take as much as int4 drafts bring.
+    """
+    if not is_lean(model) or dtype_of(model.get_output_embeddings()) not in HALVES:
+        return False
+    return _draft_bytes(model, 8) is not None and _draft_bytes(model, 4) is not None
+
+
+def profile_by_rate(model: Any, identity: Identity, mode: LowMode) -> Profile:
+    """Return a profile of all linears in `mode` and the head in int8, with the controller `rate` by assumed costs.
+
+    For a model whose linears and head can be quantised so.
+    """
+    low = _draft_bytes(model, BITS[mode])
+    assert low is not None
+    profile = quantized_profile(identity, mode, head="int8", drafted=DRAFTED)
+    return _by_rate(profile, _assumed_costs(model, identity.layers, mode, low))
 
 
 def check_extra_memory(extra_memory: float | None) -> None:
@@ -107,8 +130,8 @@ def check_extra_memory(extra_memory: float | None) -> None:
         )
 
 
-def assumed_by_rate(profile: Profile, costs: CostModel) -> Profile:
-    """Return a profile of all sub-layers in one mode with the controller `rate`, by costs that are assumed."""
+def _by_rate(profile: Profile, costs: CostModel) -> Profile:
+    """Return the profile with the controller `rate`, by these costs."""
     assumed = {"costs": costs, "acceptance": _INT8_ACCEPTANCE, "note": "costs and acceptance are assumed, not measured"}
     draft = profile.draft.model_copy(update={"confidence": _INT8_CONFIDENCE})
     profile = profile.model_copy(update={**assumed, "draft": draft})
@@ -116,14 +139,15 @@ def assumed_by_rate(profile: Profile, costs: CostModel) -> Profile:
     return profile.with_controller(ControllerSpec(name="rate", options={"rate": rate, "k_max": DRAFTED}))
 
 
-def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
+def _assumed_costs(model: Any, layers: int, mode: LowMode, low: int) -> CostModel:
     """Return the costs of passes as the time of reading their bytes, by which decoding is bound.
 
-    `low`: the bytes of the weights that a draft step reads in int8. For a model that runs by its own forward, keys and
-    values are not counted, and weights have the head's dtype; nor are keys and values of layers with a sliding window,
-    which reads no more of them as a text grows.
+    `low`: the bytes of the weights that a draft step reads in `mode`. For a model that runs by its own forward, keys
+    and values are not counted, and weights have the head's dtype; nor are keys and values of layers with a sliding
+    window, which reads no more of them as a text grows.
     """
-    full, per_key, low_per_key = low * float(dtype_of(model.get_output_embeddings()).itemsize), 0.0, 0.0
+    weights = low * 8 / BITS[mode]
+    full, per_key, low_per_key = weights * dtype_of(model.get_output_embeddings()).itemsize, 0.0, 0.0
     if is_lean(model):
         parts = parts_of(model)
         full = weight_bytes(nn.ModuleList(parts.linears()))
@@ -142,7 +166,7 @@ def _assumed_costs(model: Any, layers: int, low: int) -> CostModel:
         widths=list(_PASSES),
         verify=[full / _BANDWIDTH * steps for steps in _PASSES.values()],
         round=0.0,
-        low={"int8": ModeCosts(attention=low_each, mlp=low_each, head=0.0)},
+        low={mode: ModeCosts(attention=low_each, mlp=low_each, head=0.0)},
     )
 
 

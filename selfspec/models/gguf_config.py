@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ORIGINAL = "rope.scaling.original_context_length"
 _LARGEST = 1e15  # largest number of a header's RoPE entries
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 
 
 def rope_parameters(path: Path, header: Header) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _scaling(path: Path, header: Header) -> dict[str, Any]:
     if original:
         rope["original_max_position_embeddings"] = int(number(path, header, _ORIGINAL))
     if kind == "yarn":
-        keys = {key: name for key, name in _YARN.items() if header.arch_value(key) is not None}
+        keys = {key: name for key, name in YARN.items() if header.arch_value(key) is not None}
         rope |= {name: number(path, header, key) for key, name in keys.items()}
         if (times := number(path, header, "rope.scaling.attn_factor", 1.0)) != 1:
             rope["attention_factor"] = times * (1 + 0.1 * math.log(rope["factor"]))

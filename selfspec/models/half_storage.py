@@ -21,7 +21,8 @@ from selfspec.models.native import ROWS, NativeLinear, NativeProduct, nativise_
 from selfspec.models.native_library import Kind
 from selfspec.models.stored_linear import StoredEmbedding, StoredLinear, save_tied_once
 
-HALVES = (torch.bfloat16, torch.float16)
+SAVED_AS = {torch.bfloat16: "BF16", torch.float16: "F16"}  # names in safetensors files
+HALVES = tuple(SAVED_AS)
 _KINDS = {torch.bfloat16: Kind.STORED_BFLOAT16, torch.float16: Kind.FLOAT16}
 _ELEMENTS = 2**20  # weights to check or convert at once
 

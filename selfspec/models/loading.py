@@ -220,21 +220,37 @@ def load_model(
 def _load_folder(source: str, dtype: Any, *, hold: bool, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Load a folder or a hub id by `from_pretrained`; return the model, and the names of missing weights.
 
-    `hold`: return what `hold_` makes of the checkpoint in its own dtype, if that is possible. `options`: further
-    arguments of `from_pretrained`.
+    `hold`: return what `hold_` makes of the checkpoint in its own dtype, if all its weights have that one. `options`:
+    further arguments of `from_pretrained`.
     """
     from transformers import AutoModelForCausalLM
 
-    from selfspec.models.half_storage import hold_
+    from selfspec.models.half_storage import SAVED_AS, hold_
 
     for own in (True, False) if hold else (False,):
         model, loaded = _from_pretrained(  # safetensors in their own dtype are mapped, and not read here
             AutoModelForCausalLM, source, dtype="auto" if own else dtype, output_loading_info=True, **options
         )
         missing = sorted(loaded["missing_keys"])
-        if not own or (not missing and hold_(model)):
+        if not own or (not missing and _stored_floats(source) == {SAVED_AS.get(model.dtype)} and hold_(model)):
             break
     return model, missing
+
+
+def _stored_floats(source: str) -> set[str]:
+    """Return the floating-point formats in a model's safetensors files, as these name them; none without such files.
+
+    The dtype in the configuration, to which `from_pretrained` converts weights, may be another.
+    """
+    from safetensors import safe_open
+
+    folder = stored(source)
+    files = [] if folder is None else sorted(Path(folder).glob("*.safetensors"))
+    found = set[str]()
+    for file in files:
+        with safe_open(str(file), "pt") as tensors:
+            found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    return {name for name in found if "F" in name}
 
 
 def check_parallel(device: str | DeviceMap) -> int:

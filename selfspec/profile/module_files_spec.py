@@ -49,15 +49,27 @@ def sha256_of(file: Path) -> str:
         raise SelfspecError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
-def bring_parts(parts: Mapping[str, ModuleFile], source: Path, folder: Path) -> None:
-    """Copy the parts that `folder` lacks from `source`. Raises `SelfspecError` if a part cannot be copied."""
-    for part in parts.values():
-        if kind(folder / part.file) == "missing":
+def bring_parts(parts: Mapping[str, ModuleFile], source: Path, folder: Path) -> dict[str, ModuleFile]:
+    """Copy the parts that `folder` lacks from `source`, and return the parts as they are named in `folder`.
+
+    Where another file has a part's name, the copy's name has the part's SHA-256. Raises `SelfspecError` if a part
+    cannot be copied.
+    """
+    brought = dict(parts)
+    if source.resolve() == folder.resolve():
+        return brought
+    for name, part in parts.items():
+        if kind(folder / part.file) == "file" and sha256_of(folder / part.file) != part.sha256:
+            named = PurePosixPath(part.file)
+            file = str(named.with_name(f"{named.stem}-{part.sha256[:12]}{named.suffix}"))
+            brought[name] = part.model_copy(update={"file": file})
+        if kind(folder / brought[name].file) == "missing":
             check_file(source / part.file)
             try:
-                write_bytes(folder / part.file, (source / part.file).read_bytes())
+                write_bytes(folder / brought[name].file, (source / part.file).read_bytes())
             except OSError as error:
                 raise SelfspecError(f"{source / part.file}: cannot be read ({error.strerror or error})") from None
+    return brought
 
 
 def check_parts(parts: Mapping[str, ModuleFile], folder: Path) -> None:

@@ -14,8 +14,9 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from selfspec.basics.checked_model import first_problem
 from selfspec.basics.errors import SelfspecError, one_line, short
-from selfspec.basics.files import read_text, write_text
-from selfspec.profile.draft_spec import PlainSpec, draft_kinds
+from selfspec.basics.files import kind, read_text, write_text
+from selfspec.profile.draft_spec import DraftSpec, PlainSpec, draft_kinds
+from selfspec.profile.drafter_specs import MergedSpec, ModelSpec
 from selfspec.profile.module_files_spec import bring_parts, check_beside, check_parts
 from selfspec.profile.schema import Profile
 
@@ -121,16 +122,38 @@ def profile_text(profile: Profile) -> str:
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=110)
 
 
-def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically, and copy its parts from the folder that it was read from.
+def write_profile(profile: Profile, path: Path) -> Profile:
+    """Write a profile atomically, as `placed` in its folder; return it as it was written.
 
     Raises `SelfspecError` if the file cannot be written, a part is missing, or earlier answers lie elsewhere.
     """
-    _with_answers_beside(profile)
-    if profile.folder is not None:
-        bring_parts(profile.parts, profile.folder, path.parent)
+    profile = placed(_with_answers_beside(profile), path.parent)
     check_parts(profile.parts, path.parent)
     write_text(path, profile_text(profile))
+    return profile.with_folder(path.parent)
+
+
+def placed(profile: Profile, folder: Path) -> Profile:
+    """Return the profile with its files where a profile in `folder` looks for them: parts are copied there.
+
+    Draft models beside the file that the profile was read from stay there, by absolute paths. Raises `SelfspecError` if
+    a part cannot be copied.
+    """
+    update: dict[str, Any] = {"also": [placed(other, folder) for other in profile.also]}
+    if profile.folder is not None and profile.folder.resolve() != folder.resolve():
+        update["parts"] = bring_parts(profile.parts, profile.folder, folder)
+        update["draft"] = _with_absolute_models(profile.draft, profile.folder)
+    return profile.model_copy(update=update)
+
+
+def _with_absolute_models(draft: DraftSpec, folder: Path) -> DraftSpec:
+    """Return the spec with the absolute paths of draft models that lie in `folder`."""
+    if isinstance(draft, ModelSpec) and kind(folder / draft.model) == "folder":
+        return draft.model_copy(update={"model": str((folder / draft.model).resolve())})
+    if isinstance(draft, MergedSpec):
+        drafters = [_with_absolute_models(drafter, folder) for drafter in draft.drafters]
+        return draft.model_copy(update={"drafters": drafters})
+    return draft
 
 
 def profile_schema() -> dict[str, Any]:

@@ -188,7 +188,12 @@ class Profile(Data):
         """The profile with its draft path alone: without proposers, a draft head below the path, and alternatives."""
         alone = self.layer_skip.model_copy(update={"proposers": None, "spared": None, "below": None})
         draft = alone if isinstance(self.draft, LayerSkipSpec) else self.draft
-        return self.model_copy(update={"draft": draft, "also": []})
+        return self.model_copy(update={"draft": draft, "measured": [], "predicted": None, "also": []})
+
+    def with_other_draft(self, draft: DraftSpec) -> Profile:
+        """Return a profile of the same model that drafts otherwise, of which nothing but the costs is known."""
+        other = Profile(model=self.model, draft=draft, costs=self.costs)
+        return other if self._folder is None else other.with_folder(self._folder)
 
     def with_proposers(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:
         """Return the profile with proposers for a retrieval store, and for earlier answers, added.
@@ -244,7 +249,8 @@ class Profile(Data):
             )
         if (step := self.draft.step_share) is not None:
             wider = tuple(step * share for share in (1.0, *WIDER)) if self.draft.checks_lookup else ()
-            return replace(payoff, draft=step, wider=wider)
+            keys = payoff.per_key._replace(draft=step * payoff.per_key.plain)
+            return replace(payoff, draft=step, wider=wider, per_key=keys)
         below = self.layer_skip.below
         return payoff if below is None else replace(payoff, head=below.step * (payoff.wider or (payoff.draft,))[0])
 
@@ -326,5 +332,5 @@ def bring_path(profile: Profile, folder: Path, *, trained: bool = True) -> dict[
     names = [name for name in (draft.int4_weights, draft.trained if trained else None) if name is not None]
     brought = {name: profile.parts[name] for name in names}
     if brought and profile.folder is not None:
-        bring_parts(brought, profile.folder, folder)
+        return bring_parts(brought, profile.folder, folder)
     return brought

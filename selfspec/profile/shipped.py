@@ -77,7 +77,7 @@ def by_method(name: str, profile: Profile | None, model: Identity) -> Profile:
     if name == "plain":
         return Profile(model=model)
     if (draft := _draft(name, profile, model)) is not None:
-        return (profile or Profile(model=model)).model_copy(update={"draft": draft, "acceptance": None, "also": []})
+        return Profile(model=model, draft=draft) if profile is None else profile.with_other_draft(draft)
     if profile is None or not profile.drafts:
         raise SelfspecError(f"method '{name}' needs a profile that drafts; name one, or search one: selfspec search")
     return profile if name == "profile" else profile.path_only

@@ -1,8 +1,7 @@
 """Prompt lookup: propose the tokens that followed an earlier occurrence of the text's longest repeated suffix.
 
-Blumer et al. 1985; matches as in SAM-Decoding (Hu et al. 2411.10666). Does not import torch.
-
-Saxena 2023 (prompt lookup decoding); with a suffix automaton as in SAM-Decoding (Hu et al. 2411.10666).
+Prompt lookup decoding: Saxena 2023. Matches are found by a suffix automaton (Blumer et al. 1985), as in SAM-Decoding
+(Hu et al. 2411.10666). Does not import torch.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Runtime(ABC):
     whether any layer has a state that cannot be cropped, such as a recurrent layer's. `supports_trained`: whether draft
     paths may use trained weights. `native`: whether full passes of any length are native. `pool`: the block tables of a
     paged cache, or None. `max_copy_bytes`: the most memory of a static cache's int8 copies, which native quantised
-    drafts read; where they take more, drafts read the full cache. `skeleton`: the model's sizes, identity and modules,
+    drafts read; where they take more, drafts read the full cache. `grows`: whether the cache may be allocated larger
+    than asked for, so that it need not grow soon. `skeleton`: the model's sizes, identity and modules,
     as far as they are known.
 
     A subclass sets `model`, `layers`, `device`, `dtype`, `skeleton` and `_paths`, and then calls `_reset`.
@@ -63,6 +64,7 @@ class Runtime(ABC):
     native = False
     pool: BlockTables | None
     max_copy_bytes = math.inf
+    grows = True
     cache: Cache | PagedCache
     turn_lock: TurnLock
     _paths: PathCache

@@ -104,11 +104,11 @@ class LeanRuntime(Runtime):
     def _rounded_up(self, slots: int) -> int:
         """Return the slots per row to allocate for a request of `slots` slots.
 
-        A cache that grows drops all captured passes. If passes are captured, the cache is therefore allocated for the
+        A cache that grows drops all captured passes. If passes are captured, a cache that may grow is allocated for the
         whole context, or for `_CAPTURED` bytes if the context needs more; a larger request is doubled.
         """
         slots = -(-slots // _GROWTH) * _GROWTH
-        if self._recorder is None or not slots:
+        if self._recorder is None or not slots or not self.grows:
             return slots
         longest = -(-(self.skeleton.context + WIDEST_DRAFT) // _GROWTH) * _GROWTH
         sizes = self.skeleton.sizes

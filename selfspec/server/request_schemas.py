@@ -129,7 +129,7 @@ class JsonSchema(Strict):
 
     name: str = ""
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
     strict: bool | None = None
 
 
@@ -279,11 +279,22 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
     for name, why in UNSUPPORTED_FIELDS.items():
         if name in data and data.pop(name) not in _NOTHING:
             raise wrong(f"{name}: {why}", name, "unsupported_parameter")
-    fields = {name: value for name, value in data.items() if value is not None and name not in IGNORED_FIELDS}
+    fields = {name: value for name, value in _given(data).items() if name not in IGNORED_FIELDS}
+    fields |= {name: _given(value) for name, value in fields.items() if name in _NESTED and isinstance(value, dict)}
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _as_api_error(error, kind.model_fields) from None
+
+
+_NESTED = ("stream_options", "response_format")  # fields whose own fields may be null, which is as if left out
+
+
+def _given(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object without those that are null, of `json_schema` too."""
+    given = {name: value for name, value in data.items() if value is not None}
+    schema = given.get("json_schema")
+    return given | {"json_schema": _given(schema)} if isinstance(schema, dict) else given
 
 
 def _as_api_error(error: ValidationError, fields: Iterable[str]) -> ApiError:

@@ -112,7 +112,7 @@ def _jobs(call: Call, parsed: ParsedRequest) -> list[TextJob]:
 class Call:
     """The running texts of one request; must be created in the event loop that answers the request.
 
-    `latest`: the last update of each text.
+    `latest`: the last update of each text. `prompt_logprobs`: those of the prompts that were scored, by token ids.
     """
 
     def __init__(self, parsed: ParsedRequest) -> None:
@@ -120,6 +120,7 @@ class Call:
         self.times = Times()
         self.jobs = _jobs(self, parsed)
         self.latest = [TextUpdate(index) for index in range(len(self.jobs))]
+        self.prompt_logprobs: dict[tuple[int, ...], tuple[TokenLogprobs, ...]] = {}
         self._queue: asyncio.Queue[TextUpdate] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 

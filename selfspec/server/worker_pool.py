@@ -86,7 +86,10 @@ class Replica:
         times.admitted = times.admitted or time.perf_counter()
         try:
             if parsed.echo and parsed.top is not None:
-                job.prompt_logprobs = tuple(self.batch.prompt_logprobs(job.text.prompt, job.text.options, parsed.top))
+                scored, prompt = job.call.prompt_logprobs, tuple(job.text.prompt)
+                if prompt not in scored:  # of several texts, one is scored
+                    scored[prompt] = tuple(self.batch.prompt_logprobs(prompt, job.text.options, parsed.top))
+                job.prompt_logprobs = scored[prompt]
             if parsed.prompt_only:
                 update = TextUpdate(job.index, logprobs=job.prompt_logprobs, ended=True, finish="length")
                 self._leave(job, update)

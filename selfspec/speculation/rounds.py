@@ -49,8 +49,8 @@ def one_round(
 ) -> list[Outcome]:
     """Run one round for sequences that may still emit tokens; drafts stay within `limits`, and depth 0 means no draft.
 
-    Raises `SelfspecError` for a draft beyond its limit, and whatever drafters, processors and rules raise. No token has
-    been cached or emitted in that case.
+    Raises `SelfspecError` for a draft beyond its limit, and whatever drafters, processors and rules raise; no token has
+    been cached or emitted then, unless a drafter's `observe` or a sequence's `stop` raised it.
     """
     drafts = _proposed(drafter, seqs, limits)
     if not checker.trees:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from selfspec.speculation.rules import Rule, find_rule
@@ -28,11 +28,12 @@ class Continuation(Protocol):
 class SequenceState:
     """The state of one sequence during decoding; only a round changes it. Drafters and caches key their state by it.
 
-    `tokens`: prompt and emitted tokens. `remaining`: how many tokens the sequence may still emit; 0 once it has ended.
-    `row`: the sequence's KV cache row, which the engine assigns. `num_cached`: how many tokens had their keys and
-    values in the cache when the sequence joined. `ends`: end-of-sequence tokens. `rule`: the verification rule; None:
-    the default rule of the sampler. `stop`: called with each emitted token in order; returns whether the sequence ends
-    after that token. `continuation`: the proposer of the sequence's guide; None without a guide.
+    `tokens`: prompt and emitted tokens. `prompt`: the number of prompt tokens. `remaining`: how many tokens the
+    sequence may still emit; 0 once it has ended. `row`: the sequence's KV cache row, which the engine assigns.
+    `num_cached`: how many tokens had their keys and values in the cache when the sequence joined. `ends`:
+    end-of-sequence tokens. `rule`: the verification rule; None: the default rule of the sampler. `stop`: called with
+    each emitted token in order; returns whether the sequence ends after that token. `continuation`: the proposer of the
+    sequence's guide; None without a guide.
     """
 
     tokens: list[int]
@@ -44,6 +45,10 @@ class SequenceState:
     rule: Rule | None = None
     stop: Callable[[int], bool] | None = None
     continuation: Continuation | None = None
+    prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
 
     def verification_rule(self) -> Rule:
         """Return `rule`, or the default for the sampler."""

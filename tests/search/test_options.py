@@ -131,7 +131,9 @@ def test_how_tokens_are_chosen():
         ({"drafters": ""}, "proposers '': expected lookup"),
         ({"keep": "first"}, "keep 'first': expected layer numbers such as 0,15"),
         ({"kv": "own", "objective": "wallclock"}, "kv 'own' needs the replay objective"),
-        ({"objective": "wallclock", "int4": "gptq"}, "store and int4 need the replay objective"),
+        ({"objective": "wallclock", "modes": "full,int4", "int4": "gptq"}, "store and int4 need the replay objective"),
+        ({"kv": "own", "store": "texts.store"}, "kv 'own': expected no store"),
+        ({"modes": "full,int8", "int4": "gptq"}, "int4 'gptq': expected int4 among the modes, which are full,int8"),
     ],
     ids=str,
 )

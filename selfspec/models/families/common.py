@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +17,12 @@ Part = TypeVar("Part", Attention, GatedMlp)
 
 
 def windows_of(config: Any, layers: int) -> list[int | None]:
-    """Return the sliding window of each layer; None for a layer whose type in the config is not `sliding_attention`."""
-    window = getattr(config, "sliding_window", None)
+    """Return the sliding window of each layer; None for a layer whose type in the config is not `sliding_attention`.
+
+    A configuration may have an entry `sliding_window` that its class, and so its model's attention, does not know.
+    """
+    known = hasattr(type(config), "sliding_window") or "sliding_window" in signature(type(config).__init__).parameters
+    window = config.sliding_window if known else None
     window = window if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]

@@ -27,7 +27,7 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
     """The drafters of `given["drafts"]`, under the guard as in `generate`: `METHOD`, `METHOD@PROFILE` or `default`.
 
     `int8@PROFILE` and `int4@PROFILE` draft with every sub-layer in this mode, without lookup tokens.
-    `default-int4@PROFILE` is the default profile with the int4 weights of this profile in place of int8 ones.
+    `quantized@PROFILE` is a profile that `quantize` wrote.
     """
     import torch
 
@@ -48,10 +48,10 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
     def method(named: str) -> Decode:
         name, _, file = named.partition("@")
         profile = read_profile(Path(file)) if file else None
-        if name.startswith("default"):
+        if name == "default":
             chosen = default_profile(llm.model, identity)
-            if chosen is not None and profile is not None:
-                chosen = default_in_int4(chosen, profile)
+        elif name == "quantized":
+            chosen = profile
         elif name in ("int8", "int4"):
             assert profile is not None
             chosen = all_in_one_mode(profile, name, identity.layers)
@@ -70,19 +70,6 @@ def selfspec_methods(given: dict[str, Any]) -> dict[str, Decode]:
         return run
 
     return {name: method(named) for name, named in given["drafts"].items()}
-
-
-def default_in_int4(default: Any, quantized: Any) -> Any:
-    """The default profile with int4 in place of int8: weights of a profile that `quantize` wrote, half of the bytes."""
-    from selfspec.llm.default_profile import DRAFTED, assumed_by_rate
-    from selfspec.profile.shipped import quantized_profile
-
-    int8 = default.costs.low["int8"]
-    int4 = int8.model_copy(update={name: getattr(int8, name) / 2 for name in ("attention", "mlp")})
-    costs = default.costs.model_copy(update={"low": {"int4": int4}})
-    draft = quantized_profile(default.model, "int4", head="int8", drafted=DRAFTED).draft
-    draft = draft.model_copy(update={"int4_weights": quantized.draft.int4_weights})
-    return assumed_by_rate(quantized.model_copy(update={"draft": draft}), costs)
 
 
 def all_in_one_mode(profile: Any, mode: Any, layers: int) -> Any:

@@ -54,9 +54,9 @@ METHODS = {
     "lookup alone": "lookup",
     "no search": "default",
 }
-DEFAULT_INT4 = {"no search, in int4": "default-int4"}
+QUANTIZED = {"no search, in int4": "quantized"}
 LOW_BIT = {"int8 drafts alone": "int8", "int4 drafts alone": "int4"}
-OURS = METHODS | LOW_BIT | DEFAULT_INT4
+OURS = METHODS | LOW_BIT | QUANTIZED
 OF_PROFILE = ("profile", "path", "int8", "int4")  # those of `OURS` that a searched profile is needed for
 PEERS = ("transformers", "transformers, prompt lookup", "llama.cpp, float32", "llama.cpp, 8 bits", "llama.cpp, 4 bits")
 PEERS += ("openvino-genai, 4 bits", "plain, the 4-bit file")
@@ -132,7 +132,7 @@ def workers(run: Run, of: Comparison, dtype: str, temperature: float) -> dict[st
     for name in drafts:
         if drafts[name] in OF_PROFILE:
             drafts[name] += f"@{run.searched(dtype, temperature) if of.model == MODEL else BUILTIN_PROFILE}"
-        elif name in DEFAULT_INT4:
+        elif name in QUANTIZED:
             drafts[name] += f"@{run.int4(dtype)}"
     ours = Worker(sys.executable, "selfspec", drafts=drafts, **common)
     found |= dict.fromkeys(drafts, ours)
@@ -334,8 +334,8 @@ COMPARISONS = (
         "held-out",
         held_out,
         {
-            "float32": ("plain", "selfspec", "no search", *DEFAULT_INT4),
-            "bfloat16": ("plain", "no search", *DEFAULT_INT4),
+            "float32": ("plain", "selfspec", "no search", *QUANTIZED),
+            "bfloat16": ("plain", "no search", *QUANTIZED),
         },
         {0.0: 1, 0.8: 1},
         "",

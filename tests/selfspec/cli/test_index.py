@@ -82,10 +82,13 @@ def test_what_is_generated_stays_the_same_in_fewer_rounds(cli, profile):
 def test_wrong_input_is_one_line(cli, tmp_path):
     write_store(tmp_path / "other.store", [[1, 2]], vocabulary=9)
     (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.md").write_text("a note")
     wrong = {
         ("index", "gone.txt"): "gone.txt: no such file",
         ("index", "blank.txt"): "nothing to store",
         ("index", "code.py", "--model", "nowhere/at all"): "nowhere/at all",
+        ("index", "notes", "--out", "notes/a.md"): "--out notes/a.md would write over a file that is read",
         ("index", "code.py", "--out", "gone/x.store"): "the folder gone does not exist",
         ("index", "code.py", "--add", "--out", "code.py"): "code.py: is no store of texts",
         ("index", "code.py", "--add", "--out", "other.store"): "a vocabulary of 9, the model's has 4096",

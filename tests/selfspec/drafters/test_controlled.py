@@ -9,6 +9,7 @@ from selfspec.controllers import FixedK
 from selfspec.controllers.batch_scheduler import PRIOR_DRAFTS
 from selfspec.drafters.controlled import ControlledDrafter
 from selfspec.proposers.base import NO_PROPOSAL, ProposerChain
+from selfspec.proposers.lookup import Lookup
 from selfspec.speculation.drafts import NO_DRAFT, Draft, Outcome
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
@@ -56,3 +57,21 @@ def test_proposers_have_read_the_prompt_before_the_first_draft():
     seq.tokens += (1,)
     drafter.look_up(seq, 2)
     assert read == [3, 1, 4, 1]
+
+
+def test_a_text_that_was_interrupted_is_one_answer_once_it_ends():
+    """A batch that is short of memory ends a sequence, and begins it again later."""
+    learnt = []
+
+    class Learning:
+        name = "learning"
+        learn = staticmethod(lambda prompt, answer: learnt.append((list(prompt), list(answer))))
+        reader = staticmethod(lambda: Lookup().reader())
+
+    drafter = ControlledDrafter(FixedK(2), ProposerChain([Learning()]))
+    seq = SequenceState([0, 1], 3, Sampler())
+    for token in (5, 6, 7):
+        drafter.begin(seq, OUTPUT)
+        seq.emit([token])
+        drafter.end(seq)
+    assert learnt == [([0, 1], [5, 6, 7])]

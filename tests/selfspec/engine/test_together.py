@@ -16,6 +16,8 @@ from selfspec.drafters.batch_policy import decide_together
 from selfspec.engine.engine import Engine
 from selfspec.proposers.base import ProposerChain
 from selfspec.runtime.forward import LeanRuntime
+from selfspec.speculation.drafter import Limit
+from selfspec.speculation.sampling import Sampler
 from selfspec.speculation.sequence import SequenceState
 from selfspec.types.acceptance import AcceptanceCurve, PayoffModel
 from selfspec.types.costs import PassCosts
@@ -68,6 +70,22 @@ def decoded(runtime, make, sampler, drafted):
                 drafted[len(draft)] += 1
                 load.record_draft(draft.depth, outcome.accepted, len(outcome.tokens), nodes=len(draft))
     return tuple(tuple(seq.tokens[len(p) :]) for seq, p in zip(seqs, PROMPTS, strict=True))
+
+
+def test_one_of_a_batch_that_alone_may_draft_is_weighed_with_the_others(runtime):
+    """As where guides force the others' tokens: its draft passes are counted, and not taken for verification."""
+    load = BatchDraftScheduler(DEAR, first=0.99)
+    drafter = DRAFTERS["rate"](runtime)
+    decide_together(drafter, load)
+    seqs = [SequenceState(list(prompt), 3, Sampler()) for prompt in PROMPTS]
+    with Engine(runtime, drafter) as engine:
+        for seq in seqs:
+            engine.join(seq)
+        engine.step()  # first tokens
+        load.begin(2)
+        [draft] = drafter.propose(seqs[:1], [Limit(2, 2)])
+    assert len(draft) > 0
+    assert load._drafting == pytest.approx(len(draft) * DEAR.drafted(1))
 
 
 def law(runtime, make):

@@ -7,7 +7,7 @@ import json
 import gguf
 import pytest
 import torch
-from models import CONFIGS, SIZES, tiny
+from models import CONFIGS, SIZES, YARN, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -48,11 +48,14 @@ def written(path, model, words, kind="F32"):
     return write_model(path, weights_of(model), words, lambda module: held, context=128, name="tiny")
 
 
+SHARP = {"rope_parameters": {**YARN, "beta_fast": 20.0, "beta_slow": 2.0, "attention_factor": 1.25}}
 ROPE = {"rope_parameters": {**LLAMA_31, "original_max_position_embeddings": 8192}}
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("llama-mqa-tied", ROPE), ("llama-yarn", {}), ("qwen2", {})], ids=["llama3", "yarn", "qwen2"]
+    ("name", "more"),
+    [("llama-mqa-tied", ROPE), ("llama-yarn", {}), ("llama-yarn", SHARP), ("qwen2", {})],
+    ids=["llama3", "yarn", "sharp yarn", "qwen2"],
 )
 def test_in_f32_it_is_the_same_model(tmp_path, words, name, more):
     model = model_like(name, **more)
@@ -194,3 +197,11 @@ def test_other_models_are_refused():
     model.config.model_type = "gemma"
     with pytest.raises(SelfspecError, match="models of type 'gemma' are not exported; known: llama, mistral, qwen2"):
         weights_of(model)
+
+
+def test_rope_with_a_divisor_for_each_frequency_is_refused(tmp_path, words):
+    half = [1.0] * 4
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": half, "long_factor": half, "factor": 2.0}
+    model = model_like("llama-mqa-tied", rope_parameters={**long, "original_max_position_embeddings": 64})
+    with pytest.raises(SelfspecError, match="RoPE of type 'longrope' cannot be written as GGUF"):
+        written(tmp_path / "model.gguf", model, words)

@@ -52,6 +52,22 @@ def test_it_drafts_with_all_of_the_model_in_int8_and_text_is_as_without(folder):
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_drafts_in_int4_where_its_weights_fit_groups(dtype):
+    layers = WIDE.num_hidden_layers
+    for config, mode in ((WIDE, "int4"), (CONFIGS["llama-head-dim"], "int8")):
+        model = tiny(config, dtype=dtype)
+        profile = default_profile(model, Identity(layers=layers))
+        assert set(profile.path.modes(layers)) == {mode}
+        assert profile.path.head == "int8"
+        assert list(profile.costs.low) == [mode]
+        low, plain = profile.costs.draft(profile.path, layers), profile.costs.verify[0]
+        assert low == pytest.approx(plain / 4 if mode == "int4" else plain / 2, rel=0.35)
+    half = default_profile(tiny(WIDE, dtype=torch.bfloat16), Identity(layers=layers), extra_memory=0.4)
+    assert half.draft.kind == "layer-skip", "int8 weights would take more"
+
+
+@needs_native
 def test_a_wrapped_model_drafts_in_the_same_way(folder):
     model, tokenizer = load_model(folder, dtype="float64")
     llm, plain = selfspec.wrap(model, tokenizer), selfspec.wrap(model, tokenizer, profile="none")
@@ -198,3 +214,15 @@ def test_without_a_processor_to_quantise_for_nothing_is_drafted(monkeypatch):
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(SelfspecError, match=r"^extra_memory .*: expected 0 or more and finite"):
         default_profile(tiny(CONFIGS["llama"]), Identity(layers=2), extra_memory=share)
+
+
+@needs_native
+@pytest.mark.parametrize("method", ["profile", "path"])
+def test_methods_of_a_profile_are_those_of_the_default_one(folder, method):
+    llm = selfspec.load(folder, dtype="float32", profile="none")
+    identity = llm.runtime.skeleton.identity
+    found, default = resolve_profile("auto", llm.model, identity, method=method)
+    assert default
+    assert found.path == default_profile(llm.model, identity).path
+    assert (found.draft.proposers is None) == (method == "path")
+    assert resolve_profile("auto", llm.model, identity, method="lookup")[0].draft.kind == "lookup"

@@ -24,6 +24,7 @@ from selfspec.draft_modules.registry import HEADS
 from selfspec.drafters.head_drafter import HeadBelow, HeadDrafter
 from selfspec.engine.engine import Engine
 from selfspec.models.families import FAMILIES
+from selfspec.models.families.common import windows_of
 from selfspec.models.layout import apply_layout_
 from selfspec.models.low_precision import fake
 from selfspec.proposers.base import ProposerChain
@@ -135,6 +136,17 @@ def test_windows_hide_what_is_before_them(name):
     ours = in_portions(runtime_of(name), text_of(), (1,) * N)
     close(ours[:, :WINDOW], theirs[:, :WINDOW])
     assert ((ours - theirs).abs().amax(-1)[0, WINDOW:] > 1e-3 * theirs.abs().max()).all()
+
+
+def test_a_window_that_the_models_own_attention_does_not_know_is_none():
+    """As in the configuration of a model that was converted from a family with windows."""
+    config = copy.deepcopy(FAMILY_CONFIGS["llama"])
+    config.sliding_window = WINDOW
+    assert windows_of(config, 2) == [None, None]
+    assert windows_of(FAMILY_CONFIGS["starcoder2"], 2) == [WINDOW, WINDOW]
+    with torch.no_grad():
+        theirs = tiny(config)(text_of(), use_cache=False).logits
+    close(in_portions(LeanRuntime(tiny(config)), text_of(), (1,) * N), theirs)
 
 
 def silenced(model, skip):

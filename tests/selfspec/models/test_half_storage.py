@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -13,9 +14,10 @@ from layouts import needs_native
 from models import tiny
 from natives import MODELS, WORDS, tokens_for
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.builtin import model_folder
 from selfspec.models import layout
 from selfspec.models.half_storage import (
     HALVES,
@@ -29,6 +31,7 @@ from selfspec.models.half_storage import (
 )
 from selfspec.models.layout import apply_layout_, weight_bytes
 from selfspec.models.linears import linear_over
+from selfspec.models.loading import load_model
 from selfspec.models.low_precision import fake
 from selfspec.models.native import NativeLinear, NativeProduct, nativise_
 from selfspec.models.native_library import library
@@ -375,3 +378,20 @@ def test_a_bfloat16_model_stays_one():
     apply_layout_(model, "native")
     assert held_dtypes(model) is None
     assert model.lm_head.weight.dtype == model.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+@needs_native
+@pytest.mark.parametrize("named", ["bfloat16", "float16"])
+def test_weights_are_not_rounded_to_the_dtype_that_the_configuration_names(tmp_path, named):
+    """A merge may leave float32 weights beside the configuration of a model in 16 bits."""
+    config = copy.deepcopy(FAMILY_CONFIGS["llama"])
+    config.update({"vocab_size": 4096})
+    model = tiny(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": named, "torch_dtype": named}))
+    loaded, _ = load_model(str(tmp_path), device="cpu", dtype="float32", hold=True)
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.named_parameters())
+    assert not held_dtypes(loaded)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.profile.draft_spec import LayerSkipSpec, PlainSpec, Skip
-from selfspec.profile.module_files_spec import ModuleFile
+from selfspec.profile.drafter_specs import MergedSpec, ModelSpec
+from selfspec.profile.module_files_spec import ModuleFile, sha256_of
 from selfspec.profile.reading import parse_profile, profile_schema, profile_text, read_profile, write_profile
 from selfspec.profile.schema import Calibration, Profile, Published, SearchRecord
 from selfspec.profile.shipped import find_profile_file, shipped_profiles
 from selfspec.types.acceptance import Confidence
 from selfspec.types.controller import ControllerSpec
-from selfspec.types.costs import WIDER
+from selfspec.types.costs import WIDER, CostModel
 from selfspec.types.draft_path import FULL, MODES, DraftPath, SkipSet
 from selfspec.types.identity import Identity
 
@@ -449,3 +450,46 @@ class TestSchema:
         assert schema["description"]
         assert all(record["description"] for record in records)
         assert not [field for record in records for field in record["properties"].values() if "title" in field]
+
+
+@pytest.mark.parametrize(
+    ("draft", "share"), [("kind: lookup", 0.0), ("kind: recycle", 0.0), ("kind: model, model: x", 0.3)]
+)
+def test_drafts_without_the_models_own_layers_read_none_of_its_keys(draft, share):
+    """Lookups are free at any length, and a draft model's keys are taken to cost its share."""
+    text = f"version: 2\nmodel: {{layers: 4}}\ndraft: {{{draft}}}"
+    costs = CostModel(
+        context=10,
+        base=0.1,
+        attention=0.1,
+        mlp=0.1,
+        attention_per_key=0.01,
+        widths=[1, 2],
+        verify=[1.0, 1.1],
+        round=0.0,
+    )
+    payoff = parse_profile(text, source="p").model_copy(update={"costs": costs}).payoff
+    longer = payoff.at(4106)
+    assert longer.context > payoff.context
+    assert longer.draft == pytest.approx(share)
+
+
+def test_files_that_a_profile_names_are_found_from_where_it_is_written(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    (first / "small").mkdir(parents=True)
+    second.mkdir()
+    (first / "w.safetensors").write_bytes(b"mine")
+    (second / "w.safetensors").write_bytes(b"another")
+    part = ModuleFile(file="w.safetensors", sha256=sha256_of(first / "w.safetensors"))
+    small, path = ModelSpec(model="small"), LayerSkipSpec(skip=Skip(attention=[1]))
+    merged = MergedSpec(drafters=[small, path])
+    for draft, folder in ((small, True), (merged, True), (ModelSpec(model="a/name"), False)):
+        write_profile(Profile(model=Identity(layers=4), draft=draft, parts={"int4": part}), first / "p.yaml")
+        written = write_profile(read_profile(first / "p.yaml"), second / "q.yaml")
+        assert read_profile(second / "q.yaml") == written
+        copied = second / written.parts["int4"].file
+        assert copied.read_bytes() == b"mine"
+        assert (second / "w.safetensors").read_bytes() == b"another"
+        drafters = getattr(written.draft, "drafters", [written.draft])
+        assert drafters[0].model == (str((first / "small").resolve()) if folder else "a/name")
+    assert write_profile(read_profile(first / "p.yaml"), first / "again.yaml").parts == {"int4": part}

@@ -70,3 +70,19 @@ def test_unknown_names(name):
 
 def test_a_benchmark_runs_them_all():
     assert set(OWN) <= set(METHODS)
+
+
+def test_another_draft_keeps_nothing_that_was_found_out_about_this_one():
+    searched = PROFILE.model_copy(
+        update={
+            "measured": ["of the path"],
+            "predicted": "of the path",
+            "search": "of the path",
+            "note": "of the path",
+            "parts": {"int4": "of the path"},
+        }
+    )
+    assert by_method("recycle", searched, MODEL) == by_method("recycle", PROFILE, MODEL)
+    alone = by_method("path", searched, MODEL)
+    assert (alone.measured, alone.predicted) == ([], None)
+    assert (alone.search, alone.parts) == (searched.search, searched.parts)

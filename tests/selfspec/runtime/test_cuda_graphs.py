@@ -186,6 +186,8 @@ def test_a_cache_is_sized_once_where_passes_are_recorded(monkeypatch, asked, slo
     monkeypatch.setattr("selfspec.runtime.forward._CAPTURED", 600 * slot_bytes)
     assert runtime._rounded_up(asked) == max(slots, -(-asked // 256) * 256)
     assert LeanRuntime(model)._rounded_up(asked) == -(-asked // 256) * 256
+    runtime.grows = False  # as a batch's cache, whose memory is given
+    assert runtime._rounded_up(asked) == -(-asked // 256) * 256
 
 
 @pytest.mark.parametrize("slots", [1, 255, 256, 257, 1024, 1025, 1300, 4096, 4097, 100_000])

@@ -18,7 +18,7 @@ from servers import service_of
 from wants import needs
 
 from selfspec.server.app import make_app
-from selfspec.server.request_schemas import wrong
+from selfspec.server.request_schemas import ChatBody, read_body, wrong
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 GOOD = {
@@ -146,6 +146,18 @@ def test_wrong_fields_are_named(app, asked, param, said):
     error = check_refused(app.post(*asked))
     assert error["param"] == param
     assert said in error["message"]
+
+
+def test_nulls_in_objects_are_as_if_left_out():
+    body = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    body |= {"stream_options": {"include_usage": None, "selfspec": True}}
+    body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": None, "strict": None}}}
+    read = read_body(ChatBody, json.dumps(body).encode())
+    assert (read.stream_options.include_usage, read.stream_options.selfspec) == (False, True)
+    assert read.response_format.schema_text == {"type": "object"}
+    kept = {"name": "a", "schema": {"enum": [None], "default": None}}
+    body["response_format"]["json_schema"] = kept
+    assert read_body(ChatBody, json.dumps(body).encode()).response_format.schema_text == kept["schema"]
 
 
 @needs("llguidance", "llguidance")
