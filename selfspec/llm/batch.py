@@ -342,8 +342,13 @@ class Batch:
         for seq in suspects:
             self._engine.leave(seq)
         requests = [self._requests[seq] for seq in suspects]
-        for seq in suspects:
+        for seq, request in zip(suspects, requests, strict=True):
             try:
+                request.record_unreported()
+                if not seq.remaining:
+                    request.end()
+                    del self._requests[seq]
+                    continue
                 self._engine.join(seq)
                 for _ in range(2):  # the first round drafts nothing
                     if seq in self._engine.running:

@@ -21,7 +21,7 @@ from selfspec.speculation.sequence import SequenceState
 from selfspec.text.detokenizer import TextStream
 from selfspec.text.prompt_template import Prompt
 from selfspec.types.events import Origin
-from selfspec.types.stats import Finish, Stats
+from selfspec.types.stats import Finish, Round, Stats
 
 
 class Model(Protocol):
@@ -42,7 +42,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a token, computed from the raw logits; None for a prompt's first token.
+    """Log probability of a token, computed from the raw logits; None where unknown, as for a first prompt token.
 
     `top`: pairs of token and log probability, for the most probable tokens at the same position, most probable first.
     """
@@ -143,6 +143,16 @@ class Request:
         self.stats.finish = self._finish()
         if self._top is not None:
             self.logprobs += logprobs_of(outcome, self._top)
+
+    def record_unreported(self) -> None:
+        """Record the tokens that a round emitted before it failed, with unknown log probabilities."""
+        for token in self.seq.tokens[len(self.prompt) + len(self.tokens) :]:
+            self.tokens.append(token)
+            self.stats.log.append(Round(drafted=0, accepted=0, tokens=1, seconds=0.0))
+            self.stats.rounds, self.stats.tokens = self.stats.rounds + 1, self.stats.tokens + 1
+            if self._top is not None:
+                self.logprobs.append(TokenLogprobs(token, None))
+        self.stats.finish = self._finish()
 
     def end(self, error: SelfspecError | None = None) -> None:
         """Finish the request, with an error if it failed."""

@@ -50,7 +50,8 @@ def one_round(
     """Run one round for sequences that may still emit tokens; drafts stay within `limits`, and depth 0 means no draft.
 
     Raises `SelfspecError` for a draft beyond its limit, and whatever drafters, processors and rules raise; no token has
-    been cached or emitted then, unless a drafter's `observe` or a sequence's `stop` raised it.
+    been cached or emitted then. What a sequence's `stop` raises, or a drafter's `observe`, comes after tokens of the
+    sequences before it, or of all of them, have been emitted.
     """
     drafts = _proposed(drafter, seqs, limits)
     if not checker.trees:
@@ -65,7 +66,8 @@ def one_round(
     for seq, draft, result, verdict in zip(seqs, drafts, scored, verdicts, strict=True):
         emitted = seq.emit([*(draft.tokens[node] for node in verdict.path), verdict.token])
         outcomes.append(Outcome(draft, verdict.path, emitted, result.step, verdict.p))
-        drafter.observe(seq, outcomes[-1])
+    for seq, outcome in zip(seqs, outcomes, strict=True):
+        drafter.observe(seq, outcome)
     return outcomes
 
 

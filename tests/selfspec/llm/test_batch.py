@@ -281,3 +281,24 @@ def test_who_cannot_be_recorded_ends_alone(llm):
         assert batch.idle
     assert wrong.error is not None
     assert other.tokens == llm.run(PROMPTS[1], GREEDY).tokens
+
+
+def test_what_a_round_emitted_before_it_failed_is_not_lost(llm):
+    """Not where a drafter fails to learn from it, and not at a text's end."""
+    for failing in (3, 13):  # the last is the round that ends the texts
+        rounds = iter(range(100))
+
+        class Forgetful(PlainDrafter):
+            def observe(self, seq, outcome, rounds=rounds, failing=failing):
+                if seq is requests[1].seq and next(rounds) == failing:
+                    raise RuntimeError("forgot")
+
+        with Batch(llm, rows=3, adaptive=False, make=lambda runtime, made=Forgetful: made()) as batch:
+            requests = [batch.add(prompt, GREEDY, top=1) for prompt in PROMPTS[:3]]
+            finished(batch)
+        for request, prompt in zip(requests, PROMPTS, strict=False):
+            expected = llm.run(prompt, GREEDY)
+            assert (request.error, request.tokens, request.text) == (None, expected.tokens, expected.text)
+            assert (request.finish, request.stats.tokens) == (expected.finish, 14)
+            assert [one.token for one in request.logprobs] == request.tokens
+        assert sum(one.logprob is None for one in requests[1].logprobs) == 1
