@@ -134,7 +134,13 @@ class Runtime(ABC):
             else None
         )
         try:
-            self._allocate(slots)
+            try:
+                self._allocate(slots)
+            except RuntimeError:
+                if not self.grows:
+                    raise
+                self.grows = False  # there is no memory for more than is asked for
+                self._allocate(slots)
         except BaseException as error:
             if saved is None:
                 self._allocate(0)  # the runtime stays usable after any error

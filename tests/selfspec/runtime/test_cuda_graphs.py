@@ -18,6 +18,7 @@ from models import CONFIGS, chunked, plain, run, small, tiny, tokens_for
 from natives import random_tree
 from tape import Tape
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.basics.machine import clock
 from selfspec.controllers import FixedK, StaticThreshold
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
@@ -26,6 +27,7 @@ from selfspec.engine.engine import Engine
 from selfspec.models.low_precision import fake
 from selfspec.runtime.cuda_graphs import ROWS, CudaRecorder, recorder_for, rounded_up
 from selfspec.runtime.forward import WARM_ROWS, LeanRuntime
+from selfspec.runtime.paged import cache_of
 from selfspec.speculation.drafts import Draft
 from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.speculation.sampling import Sampler
@@ -188,6 +190,23 @@ def test_a_cache_is_sized_once_where_passes_are_recorded(monkeypatch, asked, slo
     assert LeanRuntime(model)._rounded_up(asked) == -(-asked // 256) * 256
     runtime.grows = False  # as a batch's cache, whose memory is given
     assert runtime._rounded_up(asked) == -(-asked // 256) * 256
+
+
+def test_without_memory_for_a_larger_cache_it_is_as_large_as_asked_for(monkeypatch):
+    def limited(*given, slots, **options):
+        if slots > 512:
+            raise RuntimeError("out of memory")
+        return cache_of(*given, slots=slots, **options)
+
+    monkeypatch.setattr("selfspec.runtime.forward.cache_of", limited)
+    model = small(VOCABULARY, seed=2)
+    model.config.max_position_embeddings = 4200
+    runtime = LeanRuntime(model, recorder=Tape())
+    with runtime.session(300):
+        assert runtime.cache.slots == 512
+    with pytest.raises(SelfspecError, match="KV cache of 600 slots per sequence: cannot be allocated"):
+        runtime.reserve(600)
+    assert runtime.cache.slots == 0
 
 
 @pytest.mark.parametrize("slots", [1, 255, 256, 257, 1024, 1025, 1300, 4096, 4097, 100_000])
