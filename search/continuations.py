@@ -182,7 +182,7 @@ def continue_prompts(
     """Return the target's continuations of all prompts (token ids), decoded without drafts or read from the cache.
 
     The first prompt is always decoded, to check that the cached texts are those of this model; all other prompts are
-    decoded in one batch, or in several whose KV caches take half of the free memory each. `on_token` receives the
+    decoded in one batch, or in several whose KV caches take half of the available memory each. `on_token` receives the
     number of decode steps done, for the first prompt and then for the batch; it ends at twice
     `decoding.max_new_tokens`. At the `deadline` all texts end at the same length, but not before `FEWEST` tokens. A
     cache that cannot be written is ignored; a cache that cannot be read is made again. With logits processors, which
@@ -260,7 +260,7 @@ def _slots(seqs: Sequence[SequenceState]) -> int:
 
 
 def _batches(runtime: Runtime, seqs: Sequence[SequenceState]) -> list[Sequence[SequenceState]]:
-    """Split sequences into the fewest batches, of nearly equal size, whose KV caches take half of the free memory each.
+    """Split sequences into few batches of nearly equal size, whose KV caches take half of the available memory each.
 
     Each row of a cache is as long as the longest sequence.
     """

@@ -42,7 +42,7 @@ class GenerateCommand:
         float | None,
         many_option(
             metavar="GIB",
-            help="Memory of the KV cache; by default for 2,048 tokens a prompt, at most half of the free memory.",
+            help="Memory of the KV cache; by default for 2,048 tokens a prompt, at most half of what is available.",
         ),
     ] = None
     out: Annotated[
@@ -115,7 +115,7 @@ class LimitOptions:
         _limit(
             min=0.001,
             metavar="GIB",
-            help="Memory of the KV cache; by default for 2,048 tokens a sequence, at most half of the free memory.",
+            help="Memory of the KV cache; by default for 2,048 tokens a sequence, at most half of what is available.",
         ),
     ] = None
     max_tokens: Annotated[

@@ -68,7 +68,8 @@ def search_hint(llm: LLM) -> str:
     weights = " and ".join(mode for mode in LOW if mode in modes)
     head = "" if path.head in ("full", *modes) else f", the head in {path.head}"
     more = f"{size(llm.runtime.extra_bytes(path))} more{head}" if weights else ""
-    how = f"{weights} weights ({more}) and lookup" if weights else "lookup only"
+    lookup = " and lookup" if llm.profile.layer_skip.proposers else ""
+    how = f"{weights} weights ({more}){lookup}" if weights else "lookup only"
     command = f"selfspec search --model {shlex.quote(llm.name)}"
     return f"no profile known: drafting with {how}; a faster one may be found by: {command}"
 

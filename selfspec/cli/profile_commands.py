@@ -214,8 +214,7 @@ def run(
     ledger = open_study(study, storage)
     best, memory_share = best_within(ledger, max_draft_cost, extra_memory), memory_of(ledger)
     front = pareto(ledger.entries, memory_share)
-    profile = as_profile(ledger, best)
-    write_profile(profile, out)
+    profile = write_profile(as_profile(ledger, best), out)
     if as_json:
         rows = [_row(entry, memory_share(entry)) for entry in front]
         summary = {"out": str(out), "pareto": rows, "profile": profile.model_dump(mode="json", exclude_none=True)}

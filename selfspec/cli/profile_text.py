@@ -48,7 +48,7 @@ def facts(profile: Profile) -> dict[str, list[str]]:
         "search": _search(profile.search) if profile.search else [],
         "costs": _costs(profile.costs) if profile.costs else [],
         "predicted": _predicted(profile.predicted, profile.costs, profile.path) if profile.predicted else [],
-        "measured": [line for m in profile.measured for line in _measured(m, profile)] or [measurement_status(profile)],
+        "measured": [line for m in profile.measured for line in _measured(m)] or [measurement_status(profile)],
         "note": [profile.note] if profile.note else [],
         "also": [other.draft.summary for other in profile.also],
     }
@@ -210,11 +210,10 @@ def _predicted(p: Prediction, costs: CostModel | None, path: DraftPath) -> list[
     return lines
 
 
-def _measured(m: Measurement, profile: Profile) -> list[str]:
+def _measured(m: Measurement) -> list[str]:
     low, high = m.interval
     noun = "prompt" if m.prompts == 1 else "prompts"
-    of = "" if profile.search is None else " of the search"
-    prompts = f"{m.prompts} held-out {noun}" if m.held_out else f"{m.prompts} {noun}{of}"
+    prompts = f"{m.prompts} held-out {noun}" if m.held_out else f"{m.prompts} {noun}, not held out,"
     threads = "1 thread" if m.threads == 1 else f"{m.threads} threads"
     return [
         f"{m.speedup:g}x plain decoding ({low:g} to {high:g}), acceptance {m.acceptance_rate:.0%}",

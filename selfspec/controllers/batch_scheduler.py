@@ -146,7 +146,7 @@ class BatchDraftScheduler:
         `chances[i]`: for each lookup token of sequence i, the chance that it is right if all before it are. `instead`:
         lookup tokens replace a sequence's draft, so a sequence gets them only where the round is then worth more.
         """
-        verified, trust = len(chances), self._lookup_ratio.now
+        verified, trust = max(len(chances), self._rows), self._lookup_ratio.now
         reached = [
             (trust * reach, i) for i, row_chances in enumerate(chances) for reach in accumulate(row_chances, mul)
         ]
@@ -175,11 +175,11 @@ class BatchDraftScheduler:
         one that does not draft shortens a draft pass by less than its share of it: sequences are added by expected
         tokens, and each number of them is weighed with the best common draft length of the others.
         """
-        rows, rate = len(counts), MARGIN * self.rate
-        order = sorted((i for i in range(rows) if counts[i]), key=lambda i: -tokens[i])
+        asked, rows, rate = len(counts), max(len(counts), self._rows), MARGIN * self.rate
+        order = sorted((i for i in range(asked) if counts[i]), key=lambda i: -tokens[i])
         best, most, nodes, brings = -math.inf, 0, 0, 0.0
         for number in range(len(order) + 1):
-            drafting = rows - number
+            drafting = asked - number
             if number:
                 nodes, brings = nodes + counts[order[number - 1]], brings + tokens[order[number - 1]]
             hope, lengths = drafting * self.first, range(HORIZON + 1 if drafting else 1)

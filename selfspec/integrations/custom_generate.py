@@ -270,8 +270,9 @@ class CustomGenerate:
             runtime = llm.runtime.with_new_cache(rows=rows)
             drafter: Drafter = PlainDrafter()
             if (own := llm.profile) is not None and own.drafts:
-                drafter = make_guarded(runtime, own, local_payoff)
-                if self.rule in (None, "match"):  # whose texts do not depend on drafts
+                together = self.rule in (None, "match")  # whose texts do not depend on drafts
+                drafter = make_guarded(runtime, own, local_payoff, together=together)
+                if together:
                     bound_together(drafter)
             self._several = runtime, drafter
         return self._several

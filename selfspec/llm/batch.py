@@ -86,11 +86,11 @@ class Batch:
     adapter, and all requests after it, wait until the running requests have ended.
 
     `memory`: GiB for the KV cache, including a draft model's; by default enough for `rows` texts of 2,048 tokens and
-    for one text of `longest` tokens, but at most half of the free memory. `longest`: tokens of the longest sequence; by
-    default the context length if sequences share one pool of blocks, else 2,048. `adaptive`: decide the draft lengths
-    for all sequences of a round together, by round costs that are measured when the batch is entered; False: each
-    sequence's controller decides alone. `make`: builds the drafter on the batch's runtime; None: the drafter is the
-    profile's.
+    for one text of `longest` tokens, but at most half of the available memory. `longest`: tokens of the longest
+    sequence; by default the context length if sequences share one pool of blocks, else 2,048. `adaptive`: decide the
+    draft lengths for all sequences of a round together, by round costs that are measured when the batch is entered;
+    False: each sequence's controller decides alone. `make`: builds the drafter on the batch's runtime; None: the
+    drafter is the profile's.
 
     Raises `SelfspecError` if there is not enough memory for one row.
     """

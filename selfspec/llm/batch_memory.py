@@ -14,7 +14,7 @@ from selfspec.runtime.paged import BLOCK
 from selfspec.types.methods import WIDEST_DRAFT
 
 USUAL = 2048  # default capacity for each row in tokens
-SHARE = 0.5  # largest share of the free memory that the default capacity takes
+SHARE = 0.5  # largest share of the available memory that the default capacity takes
 FEWEST = 256  # minimum capacity of a row in tokens
 GIB = 2**30
 

@@ -38,7 +38,7 @@ _SPARE = 0.5  # largest share of the available memory that draft weights may tak
 _BANDWIDTH = 2e10  # bytes that a pass is assumed to read in a second; what is decided depends on ratios of times alone
 _PASSES = {1: 1.0, 8: 1.15, 16: 1.4}  # time of a pass over that many tokens, in plain steps, as measured on CPUs
 _REACHED = 0.85  # share of the best rate that decoding reaches, as measured
-# The chance that an int8 token is accepted, as searches on SmolLM2 fit it; the controller corrects it.
+# The chance that an int8 token is accepted, as searches on SmolLM2 fit it; the controller corrects it, for int4 too.
 _INT8_CONFIDENCE = Confidence(bias=4.4, probability=0.0, gap=0.7)
 _INT8_ACCEPTANCE = AcceptanceCurve(
     confidence=[0.9, 0.97, 0.995],
@@ -100,9 +100,10 @@ def default_profile(model: Any, identity: Identity, *, extra_memory: float | Non
 
 
 def _is_faster_in_int4(model: Any) -> bool:
-    """Return whether drafts of a model on a CPU read int4 weights natively, and take less of a plain step by it.
+    """Return whether drafts of a model on a CPU are faster in int4 than in int8: natively, and in 16 bits.
 
-    A step in 16 bits takes half of the time of one in float32, of which int8 drafts take as much as int4 drafts bring.
+    A plain step reads half of the bytes there that it reads in float32, so what an int4 step saves weighs more than
+    the tokens that are rejected.
     """
     if not is_lean(model) or dtype_of(model.get_output_embeddings()) not in HALVES:
         return False
@@ -112,12 +113,11 @@ def _is_faster_in_int4(model: Any) -> bool:
 def profile_by_rate(model: Any, identity: Identity, mode: LowMode) -> Profile:
     """Return a profile of all linears in `mode` and the head in int8, with the controller `rate` by assumed costs.
 
-    For a model whose linears and head can be quantised so.
+    Where some linears cannot be quantised so, or the costs of experts are not known, a fixed number of tokens is
+    drafted.
     """
-    low = _draft_bytes(model, BITS[mode])
-    assert low is not None
-    profile = quantized_profile(identity, mode, head="int8", drafted=DRAFTED)
-    return _by_rate(profile, _assumed_costs(model, identity.layers, mode, low))
+    profile, low = quantized_profile(identity, mode, head="int8", drafted=DRAFTED), _draft_bytes(model, BITS[mode])
+    return profile if low is None else _by_rate(profile, _assumed_costs(model, identity.layers, mode, low))
 
 
 def check_extra_memory(extra_memory: float | None) -> None:

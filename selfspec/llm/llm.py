@@ -174,8 +174,8 @@ class LLM:
         return make_guarded(self.runtime, profile, local_payoff)
 
     def guarded_drafter_on(self, profile: Profile, runtime: Runtime) -> Drafter:
-        """Return the profile's guarded drafter on another runtime of the model, such as a batch's."""
-        return make_guarded(runtime, profile)
+        """Return the profile's drafter inside one guard on another runtime of the model, that of a batch."""
+        return make_guarded(runtime, profile, together=True)
 
     def drafter_for(self, profile: Profile) -> Drafter:
         """Return the drafter that a profile describes, without a guard.

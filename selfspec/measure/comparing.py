@@ -23,7 +23,7 @@ def applicable(profile: Profile, draft_model: str | None = None) -> list[str]:
     names = ["plain"]
     if profile.drafts:
         names.append("profile")
-        names += ["path"] if profile.path.cheaper and profile.path_only != profile else []
+        names += ["path"] if profile.path.cheaper and (profile.also or profile.path_only.draft != profile.draft) else []
     names += [*FREE, EARLY_EXIT]
     names += [f"{kind}{draft_model}" for kind in NAMED] if draft_model else []
     names += ["hf", "hf-prompt-lookup"]

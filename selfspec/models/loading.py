@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from selfspec import builtin
 from selfspec.basics.errors import SelfspecError, reason
-from selfspec.basics.files import kind
+from selfspec.basics.files import kind, parse_json
 from selfspec.basics.machine import unreachable
 from selfspec.models.adapters import base_of, is_adapter, merged, saved_vocabulary
 from selfspec.models.gguf import check_gguf, description, load_dequantized, own_dtype
@@ -243,11 +243,15 @@ def _stored_floats(source: str) -> set[str]:
     The dtype in the configuration, to which `from_pretrained` converts weights, may be another.
     """
     from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-    folder = stored(source)
-    files = [] if folder is None else sorted(Path(folder).glob("*.safetensors"))
+    if (copy := stored(source)) is None:
+        return set()
+    names, index = {SAFE_WEIGHTS_NAME}, Path(copy, SAFE_WEIGHTS_INDEX_NAME)
+    if kind(index) == "file":
+        names = set(parse_json(index.read_bytes())["weight_map"].values())
     found = set[str]()
-    for file in files:
+    for file in (Path(copy, name) for name in names if kind(Path(copy, name)) == "file"):
         with safe_open(str(file), "pt") as tensors:
             found |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
     return {name for name in found if "F" in name}

@@ -136,8 +136,8 @@ def write_profile(profile: Profile, path: Path) -> Profile:
 def placed(profile: Profile, folder: Path) -> Profile:
     """Return the profile with its files where a profile in `folder` looks for them: parts are copied there.
 
-    Draft models beside the file that the profile was read from stay there, by absolute paths. Raises `SelfspecError` if
-    a part cannot be copied.
+    Draft models beside the file that the profile was read from stay there, by absolute paths; a file of earlier answers
+    is begun anew. Raises `SelfspecError` if a part cannot be copied.
     """
     update: dict[str, Any] = {"also": [placed(other, folder) for other in profile.also]}
     if profile.folder is not None and profile.folder.resolve() != folder.resolve():

@@ -191,8 +191,12 @@ class Profile(Data):
         return self.model_copy(update={"draft": draft, "measured": [], "predicted": None, "also": []})
 
     def with_other_draft(self, draft: DraftSpec) -> Profile:
-        """Return a profile of the same model that drafts otherwise, of which nothing but the costs is known."""
-        other = Profile(model=self.model, draft=draft, costs=self.costs)
+        """Return a profile of the same model that drafts otherwise, of which nothing but the costs is known.
+
+        The note is kept unless it is a search's, since it may say that the costs are assumed.
+        """
+        note = self.note if self.search is None else None
+        other = Profile(model=self.model, draft=draft, costs=self.costs, note=note)
         return other if self._folder is None else other.with_folder(self._folder)
 
     def with_proposers(self, *, store: str | Path | None = None, answers: str | Path | None = None) -> Self:

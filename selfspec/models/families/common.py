@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +20,17 @@ def windows_of(config: Any, layers: int) -> list[int | None]:
 
     A configuration may have an entry `sliding_window` that its class, and so its model's attention, does not know.
     """
-    known = hasattr(type(config), "sliding_window") or "sliding_window" in signature(type(config).__init__).parameters
-    window = config.sliding_window if known else None
+    window = getattr(config, "sliding_window", None) if _knows_windows(type(config)) else None
     window = window if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
+
+
+def _knows_windows(kind: type) -> bool:
+    try:
+        return hasattr(kind(), "sliding_window")
+    except Exception:  # without defaults
+        return True
 
 
 def no_rotation(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,8 @@ def test_free_guesses_are_verified_while_they_bring_more_than_their_rows_take():
     assert load.lookup_lengths([[0.9, 0.9, 0.1], [0.2]]) == [2, 0]
     assert load.lookup_lengths([[0.2, 0.9], [0.1]]) == [2, 0]  # two rows are free
     assert load.lookup_lengths([[], []]) == [0, 0]
+    full = begun(load.prices, 4)  # of which one alone looks tokens up: no row is free
+    assert full.lookup_lengths([[0.2, 0.9]]) == [0]
 
 
 def test_lookup_tokens_take_the_place_of_drafts_where_the_round_is_then_worth_more():

@@ -20,7 +20,7 @@ from selfspec.measure.comparing import (
 from selfspec.profile.draft_spec import LayerSkipSpec, ProposerSpec, Skip
 from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.reading import read_profile, write_profile
-from selfspec.profile.schema import Profile, SearchRecord
+from selfspec.profile.schema import Prediction, Profile, SearchRecord
 from selfspec.types.identity import Identity
 
 MODEL = Identity(layers=4)
@@ -53,7 +53,10 @@ class TestApplicable:
     def test_a_draft_path_is_measured_with_and_without_guesses(self):
         assert applicable(Profile(model=MODEL, draft=PATH))[:3] == ["plain", "profile", "path"]
         alone = PATH.model_copy(update={"proposers": None})
-        assert applicable(Profile(model=MODEL, draft=alone))[:3] == ["plain", "profile", "lookup"]
+        told = Prediction(speedup=2, tokens_per_second=9, acceptance_rate=0.7, tokens_per_round=2, draft_cost=0.2)
+        for predicted in (None, told):  # what is known of a profile is no other draft
+            found = Profile(model=MODEL, draft=alone, predicted=predicted)
+            assert applicable(found)[:3] == ["plain", "profile", "lookup"]
 
     def test_a_draft_model_drafts_for_us_and_for_transformers(self):
         names = applicable(Profile(model=MODEL), "./small")

@@ -17,6 +17,7 @@ from models import plain, run, tiny
 from stores import babble, stored
 from toys import RandomTree
 from trained import learnt
+from transformers import ModernBertDecoderConfig
 
 from selfspec import drafters
 from selfspec.controllers import FixedK, StaticThreshold
@@ -144,6 +145,7 @@ def test_a_window_that_the_models_own_attention_does_not_know_is_none():
     config.sliding_window = WINDOW
     assert windows_of(config, 2) == [None, None]
     assert windows_of(FAMILY_CONFIGS["starcoder2"], 2) == [WINDOW, WINDOW]
+    assert any(windows_of(ModernBertDecoderConfig(), 6)), "set by the class after its arguments"
     with torch.no_grad():
         theirs = tiny(config)(text_of(), use_cache=False).logits
     close(in_portions(LeanRuntime(tiny(config)), text_of(), (1,) * N), theirs)
