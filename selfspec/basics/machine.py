@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -87,11 +88,35 @@ def trim_memory() -> None:
 
 
 def available_memory() -> float:
-    """Return the bytes of main memory that can be had without swapping; infinity if the system does not report it."""
+    """Return the bytes of main memory that can be had without swapping, within the limit of a container.
+
+    Infinity if the system does not report it.
+    """
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
-    return float("inf") if found is None else int(found[1]) * 1024.0
+    available = math.inf if found is None else int(found[1]) * 1024.0
+    return min([available, *map(_left, CONTAINERS)])
+
+
+# Files of a container's limit of memory, of the memory in use, and of what that consists of: control groups 2 and 1.
+CONTAINERS = (
+    [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current", "memory.stat")],
+    [Path("/sys/fs/cgroup/memory", f"memory.{name}") for name in ("limit_in_bytes", "usage_in_bytes", "stat")],
+)
+
+
+_CACHED = ("inactive_file", "total_inactive_file")  # files in memory, which may be taken back at any time
+
+
+def _left(files: Sequence[Path]) -> float:
+    """Return the bytes that a container may still take, with files in its page cache; infinity without a limit."""
+    try:
+        limit, used, stat = (file.read_text("utf-8").split() for file in files)
+        cached = next((int(stat[at + 1]) for at, name in enumerate(stat) if name in _CACHED), 0)
+        return max(float(limit[0]) - int(used[0]) + cached, 0.0)
+    except (OSError, ValueError, IndexError):  # no such file, or "max"
+        return math.inf
 
 
 def process_peak() -> int | None:

@@ -297,7 +297,10 @@ def kernel_for(weight: Tensor, bits: Bits) -> Kernel:
     known = read_cached(path)
     if isinstance(known, str) and known in (*kernels, "fake"):
         return kernels.get(known, fake)
-    times = kernel_times(weight, bits)
+    try:
+        times = kernel_times(weight, bits)
+    except torch.OutOfMemoryError:  # not kept: another time there may be memory
+        return fake
     for name in ("float8", "triton float8"):
         if name in times:
             times[name] *= COARSER
@@ -312,7 +315,7 @@ def kernel_times(weight: Tensor, bits: Bits) -> dict[str, float]:
     """Return the seconds of a product of one row with a random weight like `weight`, by name of the kernel.
 
     Weights are read from memory and not from CPU caches, as in a decode step. Kernels that raise an error or are
-    inaccurate, with one row or with several, are left out.
+    inaccurate, with one row or with several, are left out. Raises `torch.OutOfMemoryError`.
     """
     generator = torch.Generator().manual_seed(0)
     into = weight.shape[1]
@@ -332,6 +335,8 @@ def kernel_times(weight: Tensor, bits: Bits) -> dict[str, float]:
             call = kernel(quantized, weight.dtype)
             if _near(call(several), exact) and _near(call(several[:1]), exact[:1]):
                 calls[name] = [call, *(kernel(copy, weight.dtype) for copy in copies[1:])]
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # whatever torch, Triton and compilers raise
             continue
     times = dict.fromkeys(calls, float("inf"))

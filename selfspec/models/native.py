@@ -176,7 +176,7 @@ class NativeProduct:
 
     def batch_invariant(self, x: Tensor) -> Tensor:
         """Return the product with any number of rows; each row has the same bits as if multiplied alone."""
-        out = torch.empty(len(x), self.out)
+        out = torch.empty(len(x), self.out, dtype=torch.float32, device="cpu")
         self._run(x, out, add=False)
         return out.to(x.dtype)
 
@@ -216,7 +216,7 @@ class NativeProduct:
         """Return the product of many float32 rows with a float32 model's weight; None if no native kernel is faster."""
         if x.stride(1) != 1:
             return None
-        out = torch.empty(len(x), self.out)
+        out = torch.empty(len(x), self.out, dtype=torch.float32, device="cpu")
         args = x.data_ptr(), x.stride(0), out.data_ptr(), self.out, len(x)
         if not self._multiply_many(self.address, *args, torch.get_num_threads()):
             return None

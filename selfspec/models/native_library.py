@@ -160,8 +160,12 @@ def _library(wanted: str, compiler: str, isa: str = "") -> Any:
         problem = f"native kernels: {made if isinstance(made, str) else f'{made} was exchanged; {_OTHERWISE}'}"
     except (OSError, AttributeError) as error:
         problem = f"native kernels: {made} cannot be loaded ({error}); {_OTHERWISE}"
-    write_cached(failed, problem)
+    if not any(sign in problem for sign in _TEMPORARY):
+        write_cached(failed, problem)
     return problem
+
+
+_TEMPORARY = ("Killed", "No space left", "out of memory", "memory exhausted")  # what compilers say of the machine
 
 
 def _missing(isa: str) -> str | None:

@@ -139,7 +139,9 @@ class WeightQuantizer(ABC):
         quantized: Sequence[QuantizedWeight | None] = (),
     ) -> tuple[list[Group], int]:
         """Return quantised copies of groups of linears (`quantize_group`), and their bytes."""
-        kernel = self.kernel_of(groups[0].modules[0].weight, bits)
+        first = groups[0].modules[0]  # whose weight may have to be made anew
+        known = self.kernel or self.chosen.get((first.in_features, first.out_features, bits))
+        kernel = known or self.kernel_of(first.weight, bits)
         changes = [None if update is None else update.up @ update.down for update in updates] or [None] * len(groups)
         each = zip(groups, changes, quantized or [None] * len(groups), strict=True)
         made = [quantize_group(group, bits, kernel, change, weight) for group, change, weight in each]

@@ -41,8 +41,8 @@ class InputMoments:
     @classmethod
     def zeros(cls, into: int, device: torch.device, *, products: bool) -> InputMoments:
         """Return the moments of no inputs."""
-        matrix = torch.zeros(into, into, device=device) if products else None
-        return cls(torch.zeros(into, device=device), matrix)
+        matrix = torch.zeros(into, into, dtype=torch.float32, device=device) if products else None
+        return cls(torch.zeros(into, dtype=torch.float32, device=device), matrix)
 
     def add(self, x: Tensor) -> None:
         """Add the inputs `x` `[N, in]`."""
@@ -116,7 +116,7 @@ def quantize_int4(
         raise SelfspecError(f"method '{method}' of quantising is not known; known: {', '.join(INT4_METHODS)}")
     if not bool(torch.isfinite(weight).all()):
         raise SelfspecError("a weight to quantise has values that are not finite; expected finite ones")
-    moments = moments or InputMoments(torch.ones(weight.shape[1], device=weight.device))
+    moments = moments or InputMoments(torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device))
     return QUANTIZERS[method](weight, moments, group)
 
 

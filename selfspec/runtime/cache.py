@@ -109,7 +109,7 @@ class Int8Copies:
         self.table = torch.arange(rows * heads * blocks).view(rows, -1)[:, :blocks]
         self.keys = torch.empty(layers, rows, heads, blocks, d, self.BLOCK, dtype=torch.int8)
         self.values = torch.empty(layers, rows, heads, blocks, self.BLOCK, d, dtype=torch.int8)
-        self.scales = torch.empty(2, *self.values.shape[:-1])
+        self.scales = torch.empty(2, *self.values.shape[:-1], dtype=torch.float32)
         self.valid = [[0] * layers for _ in range(rows)]
 
     def first_invalid(self, row: int, start: int, layers: Sequence[int]) -> int:

@@ -198,7 +198,7 @@ class PathCache(ABC):
         fresh = sum(
             self._part_bytes(*sublayer, int4) or 0
             for sublayer in low
-            if (sublayer[1], sublayer[0], BITS[sublayer[2]]) not in self._made
+            if self._key(sublayer[1], sublayer[0], BITS[sublayer[2]], path, trained, int4) not in self._made
         )
         if fresh > _LONG:
             _log.warning("quantising %.1f GB of weights ...", fresh / 1e9)
@@ -223,6 +223,16 @@ class PathCache(ABC):
             raise SelfspecError(f"draft path: its trained weights {path.trained} are not loaded")
         return None if path.trained is None else self._trained[path.trained]
 
+    @staticmethod
+    def _key(
+        index: int, part: SubLayer, bits: Bits, path: DraftPath, trained: Trained | None, int4: Int4Weights | None
+    ) -> tuple[Hashable, ...]:
+        """Return the name of a quantised sub-layer among those that paths share."""
+        key: tuple[Hashable, ...] = (index, part, bits)
+        if trained is not None and any(layer == index for layer, _ in trained.updates):
+            key = (*key, path.trained)
+        return (*key, "int4", path.int4_weights) if int4 is not None and bits == 4 else key
+
     def _sublayer(
         self,
         index: int,
@@ -232,11 +242,7 @@ class PathCache(ABC):
         trained: Trained | None,
         int4: Int4Weights | None,
     ) -> PathModule | None:
-        key: tuple[Hashable, ...] = (index, part, bits)
-        if trained is not None and any(layer == index for layer, _ in trained.updates):
-            key = (*key, path.trained)
-        if int4 is not None and bits == 4:
-            key = (*key, "int4", path.int4_weights)
+        key = self._key(index, part, bits, path, trained, int4)
         return self._cached(key, lambda: self._quantizer.sublayer(index, part, bits, trained, int4))
 
     def _head(self, tokens: tuple[int, ...] | None, mode: Mode) -> PathModule | None:

@@ -116,10 +116,13 @@ class CudaRecorder:
 
 
 def recorder_for(model: Any, skeleton: Skeleton) -> Recorder | None:
-    """Return a recorder if the whole model is on one CUDA device, unsharded, and `ENV_VAR` is not off; else None."""
+    """Return a recorder if the whole model is on one CUDA device, unsharded, and `ENV_VAR` is not off; else None.
+
+    Also None for a model with adapters: a replay would compute with the adapter that was active at the capture.
+    """
     device = skeleton.device
     places = {device, *(block.device for block in skeleton.blocks)}
-    off = switched(ENV_VAR) is False
+    off = switched(ENV_VAR) is False or hasattr(model, "peft_config")
     return None if off or device.type != "cuda" or len(places) > 1 or is_sharded(model) else CudaRecorder(device)
 
 

@@ -83,7 +83,9 @@ class NativePass:
                 stream_buffer.data_ptr(),
             )
             streams = list(stream_buffer)
-        scratch = torch.empty(functions.selfspec_scratch(self._address, place, threads))
+        scratch = torch.empty(
+            functions.selfspec_scratch(self._address, place, threads), dtype=torch.float32, device="cpu"
+        )
         to = None if out is None else out.data_ptr()
         functions.selfspec_pass(self._address, place, stream.data_ptr(), to, scratch.data_ptr(), threads)
         batch.mark_copies()
@@ -226,7 +228,7 @@ class NativeBatch:
     def _tree_masks(self, draft: Draft) -> list[Tensor]:
         """Return the additive masks `[1 + m, m]` of a tree, for each attention spec."""
         visible, depths = tree_mask(draft), torch.tensor([0, *draft.depths])
-        whole = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        whole = torch.zeros(visible.shape, dtype=torch.float32).masked_fill_(~visible, -torch.inf)
 
         def within(window: int | None) -> Tensor:
             if window is None or draft.depth < window:

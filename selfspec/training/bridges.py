@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from selfspec.speculation.forward_output import ForwardOutput
 from selfspec.training.texts import TrainingText
 from selfspec.types.draft_path import DraftPath
 
+_NUMBERS = count()  # of the bridges that were registered while others are fitted
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # in units of the inputs' mean variance; held-out error selects one
 
 
@@ -112,10 +114,11 @@ def fit_bridges(
         raise SelfspecError(f"rank {rank}: expected at most {width}, the hidden size of the model")
     trained = began or Trained()
     for number, (first, end) in enumerate(path.runs(runtime.layers)):
-        name = f"bridges under way {id(trained)}"
+        name = f"bridges under way {next(_NUMBERS)}"
         runtime.register_trained(name, trained)
         compiled = runtime.compile(replace(path, trained=name))
         train, held_out = (_moments(runtime, compiled, split, first, end) for split in (texts, held_out_texts or texts))
+        runtime.unregister_trained(name)
         trained = replace(trained, bridges={**trained.bridges, (first, end): _bridge(train, held_out, rank)})
         on_progress(number + 1)
     return trained

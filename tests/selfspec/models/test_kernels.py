@@ -196,6 +196,20 @@ def test_kernels_that_fail_or_are_wrong_are_not_taken(monkeypatch, fresh_cache):
     assert kernel_for(torch.randn(8, 64), 8) is fake
 
 
+def test_a_choice_without_memory_to_time_is_made_again(monkeypatch, fresh_cache):
+    def without_memory(weight, dtype):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(KERNELS, 8, {"other": without_memory})
+    assert kernel_for(torch.randn(8, 64), 8) is fake
+
+    def other(weight, dtype):
+        return fake(weight, dtype)
+
+    monkeypatch.setitem(KERNELS, 8, {"other": other})
+    assert kernel_for(torch.randn(8, 64), 8) is other
+
+
 def test_large_weights_are_timed_on_smaller_ones(monkeypatch, fresh_cache):
     """With as many inputs, as many outputs as there are while they are neither too few to time nor too many values."""
     few, many, into, seen = 48, 128 * 64, 64, []

@@ -571,6 +571,13 @@ def test_a_compiler_that_failed_is_not_asked_again_until_it_is_another(monkeypat
     assert native_library.library().selfspec_vector() == 7
 
 
+@pytest.mark.parametrize("why", ["Killed signal terminated program cc1plus", "error: No space left on device"])
+def test_what_the_machine_keeps_a_compiler_from_is_not_remembered(monkeypatch, tmp_path, anew, why):
+    monkeypatch.setenv("CXX", compiler(tmp_path, f"echo '{why}' >&2; exit 1"))
+    assert why in said()
+    assert list(anew.iterdir()) == []
+
+
 def test_a_compiler_that_takes_too_long_is_given_up(monkeypatch, tmp_path, anew):
     monkeypatch.setenv("CXX", compiler(tmp_path, "exec sleep 5"))
     monkeypatch.setattr(native_library, "_PATIENCE", 0.1)

@@ -376,6 +376,9 @@ def test_recordings_can_be_switched_off(monkeypatch):
     runtime = LeanRuntime(small(VOCABULARY))
     there = replace(runtime.skeleton, device=torch.device("cuda", 0), blocks=())
     assert isinstance(recorder_for(runtime.model, there), CudaRecorder)
+    runtime.model.peft_config = {}  # a replay would be of the adapter that was active when it was recorded
+    assert recorder_for(runtime.model, there) is None
+    del runtime.model.peft_config
     monkeypatch.setenv("SELFSPEC_GRAPHS", "0")
     assert recorder_for(runtime.model, there) is None
 

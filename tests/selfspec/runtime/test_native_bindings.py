@@ -573,3 +573,23 @@ def test_places_may_be_of_any_integers():
         for dtype in (torch.int32, torch.int64, torch.uint8):
             at = torch.tensor([[0]]).to(dtype)
             assert torch.equal(runtime.forward(token, at, slots=at).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_nothing(dtype, monkeypatch):
+    """It is one for all threads, and `from_pretrained` sets it for a while, perhaps while another thread decodes."""
+    drafter = LayerSkipDrafter, DraftPath.from_modes(["int8"] * (2 * LAYERS), head="int8"), FixedK(4)
+    model = model_of("llama", "native")
+
+    def decoded():
+        runtime = LeanRuntime(model)
+        make, path, controller = drafter
+        return run(runtime, make(runtime, path, controller, candidates=2), [1, 2, 3] * 30, 20)[0]
+
+    expected = decoded()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert decoded() == expected
+    finally:
+        torch.set_default_dtype(before)
