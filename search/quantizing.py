@@ -24,7 +24,6 @@ from selfspec.draft_modules.int4_quantization import (
 from selfspec.llm.default_profile import DRAFTED, profile_by_rate
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
-from selfspec.models.families import base_model
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, bring_parts, check_parts, sha256_of
 from selfspec.profile.reading import write_profile
@@ -224,7 +223,7 @@ def _profile(llm: LLM, profile: Profile | None) -> Profile:
     if profile is None:
         if llm.runtime.part_bytes("head", 0, "int8") is None:
             return quantized_profile(llm.identity, "int4", head="full", drafted=DRAFTED)
-        return profile_by_rate(base_model(llm.model), llm.identity, "int4")
+        return profile_by_rate(llm.model, llm.identity, "int4")
     if not isinstance(profile.draft, LayerSkipSpec) or not len(profile.path.int4):
         raise SelfspecError(
             "the profile's draft path has no sub-layer in int4; expected one that has, or --profile none"

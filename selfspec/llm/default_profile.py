@@ -116,6 +116,7 @@ def profile_by_rate(model: Any, identity: Identity, mode: LowMode) -> Profile:
     Where some linears cannot be quantised so, or the costs of experts are not known, a fixed number of tokens is
     drafted.
     """
+    model = base_model(model)
     profile, low = quantized_profile(identity, mode, head="int8", drafted=DRAFTED), _draft_bytes(model, BITS[mode])
     return profile if low is None else _by_rate(profile, _assumed_costs(model, identity.layers, mode, low))
 
