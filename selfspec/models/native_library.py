@@ -262,16 +262,27 @@ def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Pat
             call = [*command, *_FLAGS, *tried, str(_SOURCE), "-o", made]
             done = subprocess.run(call, capture_output=True, text=True, timeout=_PATIENCE, check=False)
             if done.returncode == 0:
+                _warn_of_missing(command, tried)
                 os.chmod(made, 0o700)
                 return Path(made).replace(folder / f"{name}.{Path(made).stat().st_size}.so")
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
+            if any(sign in done.stderr for sign in _TEMPORARY):  # no reason to do with fewer instructions for good
+                break
     except subprocess.TimeoutExpired as error:
         problem = f"{error}; delete {folder / name}.failed to try again"
     finally:
         os.close(handle)
         Path(made).unlink(missing_ok=True)
     return f"{shlex.join(command)} failed{': ' * bool(problem)}{problem}; {_OTHERWISE}"
+
+
+def _warn_of_missing(command: Sequence[str], flags: Sequence[str]) -> None:
+    """Log what a compiler that rejected some flags leaves out."""
+    if "-fopenmp" not in flags:
+        _log.warning("%s has no OpenMP: native kernels use one thread; %s", shlex.join(command), _OTHERWISE)
+    if not any(flag.startswith(("-march", "-mcpu")) for flag in flags):
+        _log.warning("%s does not know this processor's instructions; %s", shlex.join(command), _OTHERWISE)
 
 
 def _typed(lib: Any) -> Any:

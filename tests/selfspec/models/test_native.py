@@ -571,6 +571,19 @@ def test_a_compiler_that_failed_is_not_asked_again_until_it_is_another(monkeypat
     assert native_library.library().selfspec_vector() == 7
 
 
+@needs_native
+@pytest.mark.parametrize(
+    ("rejected", "said_of"),
+    [("-fopenmp", "has no OpenMP"), ("-m*=native", "does not know this processor's instructions")],
+)
+def test_what_a_compiler_leaves_out_is_said(monkeypatch, tmp_path, quick, caplog, rejected, said_of):
+    check = f'for flag in "$@"; do case "$flag" in {rejected}) exit 1;; esac; done'
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'{check}; exec {real_compiler()} "$@"'))
+    native_library._library.cache_clear()
+    assert native_library.library().selfspec_vector() == 7
+    assert said_of in caplog.text
+
+
 @pytest.mark.parametrize("why", ["Killed signal terminated program cc1plus", "error: No space left on device"])
 def test_what_the_machine_keeps_a_compiler_from_is_not_remembered(monkeypatch, tmp_path, anew, why):
     monkeypatch.setenv("CXX", compiler(tmp_path, f"echo '{why}' >&2; exit 1"))
