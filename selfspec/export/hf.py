@@ -26,6 +26,7 @@ from selfspec.profile.drafter_specs import ModelSpec
 from selfspec.profile.schema import Profile
 from selfspec.types.draft_path import DraftPath
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _LOAD = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -123,13 +124,22 @@ def _custom(job: ExportJob, folder: Path) -> tuple[str, str]:
 
 
 def _code(job: ExportJob, folder: Path, call: str) -> str:
-    target, _ = target_of(job.llm, folder, job.out)
+    target = target_of(job.llm, folder, job.out)
     return _LOAD.format(target=target) + call
+
+
+def _savable(config: GenerationConfig) -> GenerationConfig:
+    """Return a copy without what concerns sampling alone, if it does not sample: a changed one is refused with that."""
+    config = copy.deepcopy(config)
+    for name in () if config.do_sample else SAMPLING:
+        if hasattr(config, name):
+            setattr(config, name, None)
+    return config
 
 
 def _settings(job: ExportJob, tokens: int) -> GenerationConfig:
     """Return a draft model's generation configuration, with a constant draft length of `tokens`."""
-    config = copy.deepcopy(job.llm.model.generation_config)
+    config = _savable(job.llm.model.generation_config)
     config.num_assistant_tokens = tokens
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0
@@ -143,7 +153,7 @@ def _assisted(job: ExportJob, folder: Path, *, more: str = "") -> tuple[str, str
 
 
 def _prompt_lookup(job: ExportJob, folder: Path, tokens: int) -> ExportResult:
-    config = copy.deepcopy(job.llm.model.generation_config)
+    config = _savable(job.llm.model.generation_config)
     config.prompt_lookup_num_tokens, config.max_matching_ngram_size = tokens, 3
     config.save_pretrained(folder)
     load = f"config = GenerationConfig.from_pretrained({str(job.out)!r})\n"

@@ -51,7 +51,7 @@ class Sglang(FolderExporter):
 
 
 def _served(job: ExportJob, folder: Path, algorithm: str, *flags: str) -> ExportResult:
-    target, _ = target_of(job.llm, folder, job.out)
+    target = target_of(job.llm, folder, job.out)
     command = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", algorithm]
     (folder / "launch.sh").write_text(f'exec {join([*command, *flags])} "$@"\n', encoding="utf-8")
     return ExportResult((("serve", join([*command, *flags])),))

@@ -55,7 +55,7 @@ def _served(job: ExportJob, folder: Path, config: dict[str, Any], *, overlap: bo
     if not overlap:
         settings = {"disable_overlap_scheduler": True, **settings}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    target, _ = target_of(job.llm, folder, job.out)
+    target = target_of(job.llm, folder, job.out)
     return ExportResult((("serve", f"trtllm-serve {quote(target)} --config {quote(str(job.out / 'config.yaml'))}"),))
 
 

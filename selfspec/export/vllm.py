@@ -58,11 +58,16 @@ class Vllm(FolderExporter):
         return _written(job, folder, config | quantization | vocabulary)
 
 
-def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) -> ExportResult:
-    """Write `config` as `speculative_config.json`, and the target if needed; return the command that serves them."""
+def _written(
+    job: ExportJob, folder: Path, config: dict[str, Any], *notes: str, target: str | None = None
+) -> ExportResult:
+    """Write `config` as `speculative_config.json`; return the command that serves the target with it.
+
+    `target`: its name for the engine, if `target_of` has been called.
+    """
     text = json.dumps(config, indent=2)
     (folder / "speculative_config.json").write_text(text + "\n", encoding="utf-8")
-    target, _ = target_of(job.llm, folder, job.out)
+    target = target or target_of(job.llm, folder, job.out)
     place = quote(str(job.out / "speculative_config.json"))
     return ExportResult((("serve", f'vllm serve {quote(target)} --speculative-config "$(cat {place})"'),), notes)
 
@@ -70,17 +75,17 @@ def _written(job: ExportJob, folder: Path, config: dict[str, Any], *notes: str) 
 def _head(job: ExportJob, files: HeadFiles, folder: Path, tokens: int) -> ExportResult:
     config = dict(files.config)
     tensors = dict(files.tensors)
-    notes: tuple[str, ...] = ()
+    notes, target = tuple[str, ...](), target_of(job.llm, folder, job.out)
     if files.form == "eagle3":
-        config = speculators_config(job, files, tokens)
+        config = speculators_config(job, files, tokens, target)
         notes = ("`head` is in `speculators`' format: `vllm serve head` alone loads the target, too.",)
     save_head(folder / "head", config, tensors)
     method = {"method": files.form, "model": str(job.out / "head"), "num_speculative_tokens": tokens}
-    return _written(job, folder, method, *notes)
+    return _written(job, folder, method, *notes, target=target)
 
 
-def speculators_config(job: ExportJob, files: HeadFiles, tokens: int) -> dict[str, Any]:
-    """Return an EAGLE-3 head's configuration in the format of `speculators`."""
+def speculators_config(job: ExportJob, files: HeadFiles, tokens: int, target: str) -> dict[str, Any]:
+    """Return an EAGLE-3 head's configuration in the format of `speculators`; `target`: the model's name there."""
     own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "architectures")
     layer = {name: value for name, value in files.config.items() if name not in (*own, "torch_dtype")}
     proposal = {
@@ -89,7 +94,7 @@ def speculators_config(job: ExportJob, files: HeadFiles, tokens: int) -> dict[st
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {"name_or_path": job.llm.name, "architectures": list(job.llm.model.config.architectures or [])}
+    verifier = {"name_or_path": target, "architectures": [type(job.llm.model).__name__]}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -44,12 +44,13 @@ class Weights:
 
 
 def weights_of(model: Any) -> Weights:
-    """Return all weights of a model.
+    """Return all weights of a model, with a copy of its configuration that names its class, as engines ask for it.
 
     Raises `SelfspecError` unless all weights are unquantised floats in memory in layout `rows`, and for models whose
     type is not among `FAMILIES`.
     """
-    config, tensors = model.config, dict(model.state_dict())
+    config, tensors = copy.deepcopy(model.config), dict(model.state_dict())
+    config.architectures = [type(model).__name__]  # a model that was read from a GGUF file has none
     if getattr(config, "tie_word_embeddings", False):
         tensors.pop("lm_head.weight", None)
     for name, tensor in tensors.items():
@@ -139,21 +140,21 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if owns_storage else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def target_of(llm: LLM, folder: Path, out: Path) -> tuple[str, bool]:
-    """Return the folder or hub id by which an engine can load the target, and whether it was written here.
+def target_of(llm: LLM, folder: Path, out: Path) -> str:
+    """Return the folder or hub id by which an engine can load the target.
 
     If the target has no such name, as with a GGUF file, an adapter, a revision or an unnamed model, its weights are
     written to `folder / "target"`. The returned path is then `out / "target"`, as `folder` is later moved to `out`.
     """
     name = llm.name
     if name == builtin.NAME:
-        return str(builtin.model_folder()), False
+        return str(builtin.model_folder())
     if kind(Path(name)) == "folder" and kind(Path(name) / "config.json") == "file":
-        return name, False
+        return name
     if "/" in name and "@" not in name and kind(Path(name)) == "missing" and not name.endswith(".gguf"):
-        return name, False
+        return name
     save(folder / "target", weights_of(llm.model), llm.tokenizer, llm.model.generation_config)
-    return str(out / "target"), True
+    return str(out / "target")
 
 
 def in_full(path: DraftPath) -> DraftPath:

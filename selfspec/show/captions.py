@@ -52,7 +52,7 @@ def acceptance_by_confidence(profile: Profile) -> str:
 
 
 def sensitivity(frame: pd.DataFrame) -> str:
-    """Return the caption of `plots.study_plots.sensitivity`."""
+    """Return the caption of `plots.profile_plots.sensitivity`."""
     known = frame[frame["gain"].notna()]
     what = (
         "Each cell shows by how much decoding is faster or slower if that part alone is skipped while drafting than if "
@@ -71,7 +71,7 @@ def sensitivity(frame: pd.DataFrame) -> str:
 
 
 def pareto(frame: pd.DataFrame) -> str:
-    """Return the caption of `plots.study_plots.pareto`."""
+    """Return the caption of `plots.profile_plots.pareto`."""
     front = frame[frame["on_front"]].sort_values("draft_cost")
     if front.empty:
         return "The draft costs of these trials are unknown, because the trials were timed as a whole."
@@ -91,7 +91,7 @@ def pareto(frame: pd.DataFrame) -> str:
 
 
 def speedup_against_skipped(frame: pd.DataFrame) -> str:
-    """Return the caption of `plots.study_plots.speedup_against_skipped`."""
+    """Return the caption of `plots.profile_plots.speedup_against_skipped`."""
     best = _fastest(frame)
     if best is None:
         return "Every trial was pruned, so that all figures are from a part of the texts only."
@@ -105,7 +105,7 @@ def speedup_against_skipped(frame: pd.DataFrame) -> str:
 
 
 def progress(frame: pd.DataFrame) -> str:
-    """Return the caption of `plots.study_plots.progress`."""
+    """Return the caption of `plots.profile_plots.progress`."""
     best = _fastest(frame)
     if best is None:
         return "Every trial was pruned, so that there is no best trial."

@@ -87,9 +87,9 @@ def drafted_layers(runtime: Runtime, layers: int | None) -> int:
 class DistillLearner:
     """Trainer of a smaller draft model (the student) on the model's distributions.
 
-    The student's embeddings and head are frozen. `student`: the name of a model (None: a copy of `layers` of the
-    model's own layers). `seed`: the random seed. Raises `SelfspecError` if the student cannot be loaded, or has another
-    vocabulary size.
+    The student's embeddings and head are frozen. It is trained in float32 and written in `dtype`. `student`: the name
+    of a model (None: a copy of `layers` of the model's own layers). `seed`: the random seed. Raises `SelfspecError` if
+    the student cannot be loaded, or has another vocabulary size.
     """
 
     depth, places, rate = 1, PLACES, 1.5e-3
@@ -99,8 +99,12 @@ class DistillLearner:
         self.runtime, self._loss = runtime, LOSSES[loss]
         if student is None:
             self.student = keep_layers(runtime.model, drafted_layers(runtime, layers))
+            self.dtype = self.student.dtype
+            if self.dtype.itemsize < 4:  # steps are smaller than what 16 bits tell apart
+                self.student.float()
         else:
             self.student = load_model(student, device=str(runtime.device), dtype="float32")[0]
+            self.dtype = self.student.dtype
         theirs, ours = self.student.config.vocab_size, runtime.skeleton.identity.vocabulary
         if theirs != ours:
             raise SelfspecError(
@@ -174,7 +178,7 @@ def write_student(llm: LLM, learner: DistillLearner, out: Path) -> tuple[Path, P
     The student drafts in full precision, or in int8 if that is faster on this machine.
     """
     folder = out / "distill"
-    write_model(learner.student, llm.tokenizer, folder)
+    write_model(learner.student.to(learner.dtype), llm.tokenizer, folder)
     student, plain = LeanRuntime(learner.student), forward_seconds(llm.runtime, CONTEXT, repeats=REPEATS)
     ways: dict[Literal["int8"] | None, DraftPath] = {
         None: FULL,

@@ -31,7 +31,7 @@ from selfspec.training.layerskip import LayerSkipLearner, write_layerskip
 from selfspec.training.learner import Learner
 from selfspec.training.options import FEWEST, OF_PATHS, Kind, TrainOptions, check_kind
 from selfspec.training.path_learner import PathLearner
-from selfspec.training.path_training import RANK, ProfilePath, bridged, write_path_profile
+from selfspec.training.path_training import ProfilePath, adapter_rank, bridged, write_path_profile
 from selfspec.training.profiles import write_profiles
 from selfspec.training.state import (
     MAKING,
@@ -238,7 +238,12 @@ def _checkpoint_config(part: str, texts: TextStore, options: TrainOptions, own: 
     return (
         config
         if own is None
-        else {**config, **own.checkpoint_settings(), "rank": options.rank or RANK, "loss": options.loss}
+        else {
+            **config,
+            **own.checkpoint_settings(),
+            "rank": adapter_rank(own.trained, options.rank),
+            "loss": options.loss,
+        }
     )
 
 
@@ -246,7 +251,7 @@ def _learner(
     llm: LLM, part: Kind, texts: TextStore, options: TrainOptions, own: ProfilePath | None
 ) -> Learner | PathLearner:
     if own is not None:
-        rank = options.rank or RANK
+        rank = adapter_rank(own.trained, options.rank)
         return PathLearner(llm.runtime, own.path, own.trained, rank=rank, loss=options.loss, seed=options.seed)
     read = (texts.tokens(number).tolist() for number in texts.numbers(held_out=False))
     words = frequent(read, options.vocabulary, llm.identity.vocabulary or 0)
@@ -266,7 +271,8 @@ def _fit(
 ) -> None:
     """Take steps until all are done or time is up, with held-out evaluations in between."""
     if len(texts.numbers(held_out=False)) < FEWEST:
-        raise SelfspecError("training texts: too few were generated in time; give more --minutes")
+        more = "give more --minutes" if options.texts is None else "give more --texts"
+        raise SelfspecError(f"training texts: too few, as some are held out; {more}")
     device = learner.runtime.device.type
     fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if fast else "no")

@@ -145,7 +145,7 @@ def write_layerskip(
         "exit": learner.exit,
     }
     folder, profile = out / "layerskip", out / "layerskip.yaml"
-    write_model(learner.student, llm.tokenizer, folder)
+    write_model(learner.student.to(learner.dtype), llm.tokenizer, folder)
     runtime = LeanRuntime(learner.student)
     ways: tuple[Literal["full", "int8"], ...] = ("full", "int8")
     paths = [early_exit(runtime.layers, learner.exit, mode) for mode in ways]

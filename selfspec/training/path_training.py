@@ -56,8 +56,8 @@ class ProfilePath:
     def checkpoint_settings(self) -> dict[str, Any]:
         """Return the settings of the path that a checkpoint of its training depends on."""
         path = self.profile.draft.model_dump(mode="json", include={"skip", "int8", "int4", "head", "trained"})
-        int4 = self.path.int4_weights
-        return {"path": path} if int4 is None else {"path": path, "int4 weights": int4}
+        files = {"int4 weights": self.path.int4_weights, "trained": self.path.trained}  # by their contents
+        return {"path": path, **{name: of for name, of in files.items() if of is not None}}
 
     def with_part(self, file: Path) -> Profile:
         """Return the profile with `file` as the trained module of its path, in place of an earlier file.
@@ -79,6 +79,17 @@ class ProfilePath:
                 "also": [],
             }
         )
+
+
+def adapter_rank(trained: Trained, rank: int | None) -> int:
+    """Return the rank of an adapter: that of the path's own adapter, if it has one, from which training goes on.
+
+    Raises `SelfspecError` for another rank than that.
+    """
+    known = {len(update.down) for update in trained.updates.values()}
+    if known and rank not in (None, *known):
+        raise SelfspecError(f"rank {rank}: the path's adapter has rank {min(known)}; expected the same, or none")
+    return rank or next(iter(known), RANK)
 
 
 def bridged(

@@ -39,7 +39,7 @@ def main() -> None:
     print(f"{machine(torch.device('cpu'))}; {given.model}; {kind}; {len(unseen)} texts that none learnt from")
     for count, out in of:
         texts, options = TextStore(folder, count), TrainOptions(texts=count)
-        state = State(out / f"{kind}.checkpoint", _checkpoint_config(llm, kind, options, None))
+        state = State(out / f"{kind}.checkpoint", _checkpoint_config(kind, texts, options, None))
         learner = _learner(llm, kind, texts, options, None)
         state.best_into(learner)
         places, done = learner.acceptance(unseen), state.progress

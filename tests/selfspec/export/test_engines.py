@@ -206,7 +206,10 @@ def test_eagle_3_for_vllm_is_speculators(plain, run):
     done = run("vllm", specs.HeadSpec(part="eagle"), parts=eagle_3(plain))
     assert config(done) == {"method": "eagle3", "model": str(done.out / "head"), "num_speculative_tokens": 3}
     told = json.loads((done.out / "head/config.json").read_text())
-    assert told["speculators_config"]["verifier"] == {"name_or_path": "builtin", "architectures": ["LlamaForCausalLM"]}
+    assert told["speculators_config"]["verifier"] == {
+        "name_or_path": str(builtin.model_folder()),
+        "architectures": ["LlamaForCausalLM"],
+    }
     assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert (told["transformer_layer_config"]["model_type"], told["norm_before_residual"]) == ("llama", False)
     assert told["transformer_layer_config"]["hidden_size"] == 128
@@ -343,3 +346,14 @@ def test_a_head_among_several_cannot_travel(plain, tmp_path):
     write_profile(Profile(model=plain.identity, draft=draft, parts=held), tmp_path / "profile.yaml")
     with pytest.raises(SelfspecError, match=r"generate\.py cannot hold"):
         export(plain, read_profile(tmp_path / "profile.yaml"), "hf", tmp_path / "out")
+
+
+def test_a_generation_config_with_values_for_sampling_can_be_written(plain, run, monkeypatch):
+    """As that of Vicuna, which does not sample: a copy that is changed is refused where such values are left."""
+    config = GenerationConfig()
+    config.temperature, config.top_p = 0.9, 0.6
+    monkeypatch.setattr(plain.model, "generation_config", config)
+    done = run("hf", LookupSpec())
+    written = GenerationConfig.from_pretrained(done.out)
+    assert written.prompt_lookup_num_tokens > 0
+    assert written.temperature in (None, 1.0)

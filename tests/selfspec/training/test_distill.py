@@ -15,10 +15,12 @@ import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.drafters import make_drafter
 from selfspec.profile.reading import read_profile
+from selfspec.runtime.forward import LeanRuntime
 from selfspec.training import distill
 from selfspec.training.distill import DistillLearner, keep_layers, write_model
 from selfspec.training.fit import fit
 from selfspec.training.options import TrainOptions
+from selfspec.training.texts import TrainingText
 
 FEW = {"max_new_tokens": 24, "batch_size": 8, "texts": 20, "steps": 40, "layers": 4}
 
@@ -128,3 +130,16 @@ def test_a_full_disk_is_told_by_the_folder_of_the_model(tmp_path, llm, monkeypat
         write_model(llm.model, llm.tokenizer, tmp_path / "distill")
     assert [file.read_text() for file in tmp_path.rglob("*.json")] == ["before"]
     assert [*tmp_path.iterdir()] == [tmp_path / "distill"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_student_in_16_bits_is_trained_in_float32_and_written_as_the_model_is(dtype):
+    """Steps of a thousandth are lost in bfloat16, and Adam's small numbers are 0 in float16."""
+    learner = DistillLearner(
+        LeanRuntime(tiny(CONFIGS["llama"], dtype=dtype)), student=None, layers=2, loss="tv", seed=0
+    )
+    trained = torch.float32 if dtype == torch.bfloat16 else dtype
+    assert {parameter.dtype for parameter in learner.net.parameters()} == {trained}
+    assert learner.dtype == dtype
+    loss = learner.loss([TrainingText(torch.arange(12), torch.zeros(12, 0), 2)])
+    assert loss.isfinite()

@@ -13,7 +13,7 @@ from trained import random_trained
 import selfspec
 from selfspec.basics.errors import SelfspecError
 from selfspec.models.low_precision import fake
-from selfspec.models.quantized_sublayers import Trained
+from selfspec.models.quantized_sublayers import Trained, Update
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.reading import read_profile
 from selfspec.runtime.forward import LeanRuntime
@@ -21,6 +21,7 @@ from selfspec.training.bridges import agreement, drafted, fit_bridges
 from selfspec.training.fit import SilentTraining, fit
 from selfspec.training.options import TrainOptions
 from selfspec.training.path_learner import LOSSES, PathLearner
+from selfspec.training.path_training import RANK, adapter_rank
 from selfspec.training.texts import TrainingText
 from selfspec.types.controller import ControllerSpec
 from selfspec.types.draft_path import DraftPath
@@ -225,3 +226,11 @@ def test_a_rank_above_the_streams_width_is_refused(runtime):
 
 def test_agreement_with_itself_is_whole(runtime):
     assert agreement(runtime, DraftPath.from_modes(["full"] * 8), texts(2)) == pytest.approx((1.0, 1.0))
+
+
+def test_an_adapter_goes_on_with_its_rank():
+    begun = Trained(updates={(0, 0): Update(torch.zeros(4, 8), torch.zeros(8, 4))})
+    assert [adapter_rank(begun, rank) for rank in (None, 4)] == [4, 4]
+    assert [adapter_rank(Trained(), rank) for rank in (None, 7)] == [RANK, 7]
+    with pytest.raises(SelfspecError, match="rank 16: the path's adapter has rank 4; expected the same, or none"):
+        adapter_rank(begun, 16)
