@@ -129,7 +129,7 @@ class JsonSchema(Strict):
 
     name: str = ""
     description: str | None = None
-    schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -144,9 +144,10 @@ class ResponseFormat(Strict):
         """The JSON schema of the text; None: any text. Raises `ApiError` if `type` and `json_schema` contradict."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise wrong("json_schema: expected if the type is 'json_schema', and only then", "response_format")
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        if self.json_schema is not None and not (self.json_schema.name or self.json_schema.schema_ is not None):
+            raise wrong("json_schema: has neither a schema nor a name", "response_format")
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return {"type": "object"} if schema is None and self.type != "text" else schema
 
 
 class BaseRequest(Strict):
