@@ -162,7 +162,10 @@ class SilentTraining:
 
 
 def folder_of(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: TrainOptions) -> Path:
-    """Return the folder that caches the texts; its name depends on everything that the texts depend on."""
+    """Return the folder that caches the texts; its name depends on everything that the texts depend on.
+
+    Texts whose time is limited may be cut short, and are no others'.
+    """
     digest = None if prompts is None else hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     what = {
         "version": 2,
@@ -173,6 +176,8 @@ def folder_of(llm: LLM, prompts: Sequence[Prompt] | None, chat: bool, options: T
         "room": options.max_new_tokens,
         "seed": options.seed,
     }
+    if options.texts is None:
+        what["limited"] = "by time"
     return cached_file("texts", what).with_suffix("")
 
 

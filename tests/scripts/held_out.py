@@ -17,7 +17,7 @@ import torch
 import selfspec
 from selfspec.basics.machine import machine
 from selfspec.training.fit import EVAL_TEXTS, _checkpoint_config, _learner
-from selfspec.training.options import TrainOptions, check_kind
+from selfspec.training.options import FEWEST, TrainOptions, check_kind
 from selfspec.training.state import State, folder_of
 from selfspec.training.texts import TextStore
 
@@ -32,7 +32,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     kind, llm = check_kind(given.kind), selfspec.load(given.model, profile="none")
-    folder = folder_of(llm, None, False, TrainOptions())
+    folder = folder_of(llm, None, False, TrainOptions(texts=FEWEST))
     of = [(int(count), Path(out)) for count, out in (one.split(":", 1) for one in given.of)]
     every = TextStore(folder, max(count for count, _ in of))
     unseen = [every.read(number) for number in every.numbers(held_out=True)[:EVAL_TEXTS]]
