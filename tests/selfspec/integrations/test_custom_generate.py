@@ -57,7 +57,7 @@ def unguarded():
     with pytest.MonkeyPatch.context() as patch:
         for module in ("llm.llm", "integrations.custom_generate"):
             patch.setattr(
-                f"selfspec.{module}.make_guarded", lambda runtime, profile, here: make_drafter(runtime, profile)
+                f"selfspec.{module}.make_guarded", lambda runtime, profile, *_, **__: make_drafter(runtime, profile)
             )
         yield
 
