@@ -202,7 +202,8 @@ class OwnLayer:
         self._down = make.linear(tensors["down_proj.weight"])
         inverse = self._norms.pop("inv_freq", None)
         if inverse is None:
-            inverse = s.theta ** (-torch.arange(0, s.head_dim, 2, device=self._device) / s.head_dim)
+            places = torch.arange(0, s.head_dim, 2, device=self._device, dtype=torch.float32)
+            inverse = s.theta ** (-places / s.head_dim)
         self._inverse = inverse.double()
         self._slots, self._cache = 0, torch.empty(0)
 

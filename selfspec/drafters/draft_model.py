@@ -75,6 +75,7 @@ class ModelDrafter(LayerSkipDrafter):
     def begin(self, seq: SequenceState, prefill: ForwardOutput) -> None:
         """Prefill the draft model's cache with the prompt, if it fits the context."""
         super().begin(seq, prefill)
+        del self._cached.get(seq.row, [])[len(seq.tokens) :]  # warming up overwrites these keys
         self._right[seq] = 0
         if self.runtime.pool is not None:
             self._cached.pop(seq.row, None)  # another sequence may have used its blocks since

@@ -13,6 +13,7 @@ from selfspec.export.exporter import ExportJob, ExportPlan, ExportResult
 from selfspec.export.head_export import HeadFiles, form_of, head_files
 from selfspec.export.model_folders import FolderExporter, save_head
 from selfspec.export.weights import target_of
+from selfspec.models.families import base_model
 
 SPECULATORS = "0.9.0"
 _NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -94,7 +95,7 @@ def speculators_config(job: ExportJob, files: HeadFiles, tokens: int, target: st
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {"name_or_path": target, "architectures": [type(job.llm.model).__name__]}
+    verifier = {"name_or_path": target, "architectures": [type(base_model(job.llm.model)).__name__]}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

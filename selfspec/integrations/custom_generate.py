@@ -19,6 +19,7 @@ from transformers.generation import (
     GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -243,7 +244,7 @@ class CustomGenerate:
         write_repository(Path(folder), self.profile, {name: getattr(self, name) for name in named})
 
     def _prepared(self, model: Any) -> LLM:
-        """Return the model wrapped as an `LLM`; cached until the model is moved, cast, reloaded or trained."""
+        """Return the model wrapped as an `LLM`; cached until it is moved, cast, reloaded, trained or adapted."""
         if self._llm is None or self._weights != _where(model):
             check_unsharded(model, "selfspec.hf")
             self._lay_out(model)
@@ -290,13 +291,25 @@ class CustomGenerate:
             pads = ids[row, : width - len(prompt)]
             alone = rows == 1 and not len(pads)
             own = [
-                processor if alone or not reads_prefix(processor) else _RowProcessor(processor, row, rows, pads)
+                processor if alone or not reads_prefix(processor) else _of_row(processor, row, rows, pads)
                 for processor in processors
             ]
             seed = int(torch.randint(_SEEDS, ())) if sampled else None
             tied = self.rule in (None, "match")
             samplers.append(Sampler(temperature=float(sampled), seed=seed, tied=tied, processors=own))
         return samplers
+
+
+def _of_row(processor: LogitsProcessor, row: int, rows: int, pads: Tensor) -> LogitsProcessor:
+    """Return a batch's `processor` for the sequence of row `row`, of `rows`, with `pads` before its prompt."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return _RowProcessor(processor, row, rows, pads)
+    allowed = processor._prefix_allowed_tokens_fn  # called for each row, which other rows' sequences may not fit
+
+    def of_row(_: int, sequence: Tensor) -> list[int]:
+        return list(allowed(row, sequence))
+
+    return _RowProcessor(PrefixConstrainedLogitsProcessor(of_row, 1), 0, 1, pads)
 
 
 class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
@@ -317,11 +330,12 @@ class _RowProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 def _where(model: Any) -> object:
-    """Return a value, comparable by `==`, that changes when a model is moved, cast, reloaded or trained."""
+    """Return a value, comparable by `==`, that changes when a model is moved, cast, reloaded, trained or adapted."""
     embedding = model.get_input_embeddings()
     table = embedding.blocks.values if isinstance(embedding, StoredEmbedding) else embedding.weight
     version = None if table.is_inference() else table._version
-    return id(model), table.device, table.dtype, table.data_ptr(), version
+    modules = tuple(map(id, model.modules()))  # adapters exchange some
+    return id(model), modules, table.device, table.dtype, table.data_ptr(), version
 
 
 def _check(config: GenerationConfig, model_kwargs: dict[str, Any], vocabulary: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 
 from selfspec.models.adapters import Adapters
 from selfspec.speculation.drafts import Outcome
 
 
 class AdapterSwitcher:
-    """Switch that activates a stream's adapter before each of its rounds.
+    """Switch that activates a stream's adapter during each of its rounds, for which other threads' rounds wait.
 
     The keys in the KV cache belong to one adapter; a stream with another adapter does not reuse them.
     """
@@ -32,16 +33,21 @@ class AdapterSwitcher:
     def _rounds(
         self, name: str, decoding: Callable[[Callable[[], bool]], Generator[Outcome]], reuse: bool
     ) -> Generator[Outcome]:
+        first = ExitStack()
+
         def begin() -> bool:
             kept = reuse and self._cached_adapter == name
-            self.adapters.use(name)
+            first.enter_context(self.adapters.active(name))  # not before: who holds the turn may wait for the adapter
             self._cached_adapter = name
             return kept
 
         rounds = decoding(begin)
         try:
-            for outcome in rounds:
+            with first:
+                outcome = next(rounds, None)
+            while outcome is not None:
                 yield outcome
-                self.adapters.use(name)  # a batch may have run rounds meanwhile
+                with self.adapters.active(name):
+                    outcome = next(rounds, None)
         finally:
             rounds.close()

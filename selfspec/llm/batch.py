@@ -199,12 +199,13 @@ class Batch:
     def prompt_logprobs(self, prompt: Sequence[int], options: Options, top: int) -> list[TokenLogprobs]:
         """Return the log probabilities of a prompt's tokens, as `request.prompt_logprobs`, by the options' adapter."""
         adapters, name = self.llm.adapters, self.llm.adapters.named(options.adapter)
+        with ExitStack() as stack:
 
-        def begin() -> bool:
-            adapters.use(name)
-            return False
+            def begin() -> bool:
+                stack.enter_context(adapters.active(name))
+                return False
 
-        return prompt_logprobs(self.llm.runtime, prompt, top, reuse=begin)
+            return prompt_logprobs(self.llm.runtime, prompt, top, reuse=begin)
 
     def cancel(self, request: Request) -> None:
         """End a request now and free its cache row. A request that has ended is unchanged."""
@@ -220,9 +221,9 @@ class Batch:
     def step(self) -> list[Request]:
         """Admit requests, prefill one chunk and run one round; return the requests that progressed or failed."""
         refused = self._admit()
-        self.llm.adapters.use(self._adapter)  # other users of the model may have switched it
-        read = self._prefill()
-        return [*refused, *read, *self._round()]
+        with self.llm.adapters.active(self._adapter):
+            read = self._prefill()
+            return [*refused, *read, *self._round()]
 
     def _admit(self) -> list[Request]:
         """Admit the requests at the head of the queue that fit; return those for which no cache can be allocated."""

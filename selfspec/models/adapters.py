@@ -7,7 +7,9 @@ unmerged, and each request chooses an adapter (`Adapters`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -144,15 +146,20 @@ def load_adapters(model: Any, adapters: Mapping[str, str | Path]) -> Any:
 class Adapters:
     """A model's unmerged adapters, of which at most one is active at a time.
 
+    They belong to the model as a whole: PEFT wraps it, or has put its layers into it (`inject_adapter_in_model`, also
+    `transformers`' `load_adapter`). So a thread that decodes with one makes others wait (`active`).
+
     `names` are the adapters' names, empty for a model without adapters. `own` is the name of the default adapter: the
     active adapter of a model that came with adapters, or `BASE` (no adapter) if `load_adapters` loaded the adapters.
     """
 
     def __init__(self, model: Any) -> None:
         self.names: tuple[str, ...] = tuple(getattr(model, "peft_config", None) or ())
-        off = any(getattr(module, "disable_adapters", None) is True for module in model.modules())
-        self.own = str(model.active_adapter) if self.names and not off else BASE
+        self._layers = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
+        off = any(layer.disable_adapters for layer in self._layers)
+        self.own = _acting(model, self._layers) if self.names and not off else BASE
         self._model, self._acts = model, self.own
+        self._lock = threading.RLock()
 
     def named(self, name: str | None) -> str:
         """Return the name of the adapter to use (None: the default `own`). Raises `SelfspecError` if it is unknown."""
@@ -164,9 +171,30 @@ class Adapters:
         """Activate an adapter by a name that `named` returned. Switches made directly through `peft` go unnoticed."""
         if name == self._acts:
             return
-        if name == BASE:
+        wrapped = hasattr(self._model, "get_base_model")
+        if wrapped and name == BASE:
             self._model.base_model.disable_adapter_layers()
-        else:
+        elif wrapped:
             self._model.base_model.enable_adapter_layers()
             self._model.set_adapter(name, inference_mode=True)
+        for layer in () if wrapped else self._layers:
+            layer.enable_adapters(name != BASE)
+            if name != BASE:
+                layer.set_adapter(name, inference_mode=True)
         self._acts = name
+
+    @contextmanager
+    def active(self, name: str) -> Iterator[None]:
+        """Activate an adapter as `use` does until the context ends, before which no other thread can switch it."""
+        if not self.names:
+            yield
+            return
+        with self._lock:
+            self.use(name)
+            yield
+
+
+def _acting(model: Any, layers: Sequence[Any]) -> str:
+    """Return the name of a model's active adapter; `layers`: the modules that hold adapters."""
+    acting = model.active_adapter if hasattr(model, "get_base_model") else layers[0].active_adapter
+    return str(acting if isinstance(acting, str) else acting[0])

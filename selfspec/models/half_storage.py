@@ -223,7 +223,7 @@ def hold_(model: Any) -> bool:
     if rounded and (factor is None or any(b is not embedding.embed_scale for b in rounded)):
         return False
     if rounded:
-        embedding.embed_scale = torch.tensor(factor)
+        embedding.embed_scale = torch.tensor(factor, dtype=torch.float32)
     nativise_model_(model, parts, held=dtypes.pop())
     for parameter in model.parameters():
         parameter.data = parameter.data.float()

@@ -248,7 +248,7 @@ def _stored_floats(source: str) -> set[str]:
     if (copy := stored(source)) is None:
         return set()
     names, index = {SAFE_WEIGHTS_NAME}, Path(copy, SAFE_WEIGHTS_INDEX_NAME)
-    if kind(index) == "file":
+    if kind(Path(copy, SAFE_WEIGHTS_NAME)) != "file" and kind(index) == "file":  # as `from_pretrained` chooses
         names = set(parse_json(index.read_bytes())["weight_map"].values())
     found = set[str]()
     for file in (Path(copy, name) for name in names if kind(Path(copy, name)) == "file"):

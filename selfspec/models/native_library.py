@@ -160,12 +160,15 @@ def _library(wanted: str, compiler: str, isa: str = "") -> Any:
         problem = f"native kernels: {made if isinstance(made, str) else f'{made} was exchanged; {_OTHERWISE}'}"
     except (OSError, AttributeError) as error:
         problem = f"native kernels: {made} cannot be loaded ({error}); {_OTHERWISE}"
-    if not any(sign in problem for sign in _TEMPORARY):
+    if not _is_temporary(problem):
         write_cached(failed, problem)
     return problem
 
 
-_TEMPORARY = ("Killed", "No space left", "out of memory", "memory exhausted")  # what compilers say of the machine
+def _is_temporary(problem: str) -> bool:
+    """Return whether what a compiler says is of the machine's state."""
+    signs = ("Killed", "No space left", "out of memory", "memory exhausted", "Cannot allocate memory")
+    return any(sign in problem for sign in signs)
 
 
 def _missing(isa: str) -> str | None:
@@ -266,9 +269,11 @@ def _compile(command: Sequence[str], flags: Sequence[Sequence[str]], folder: Pat
                 os.chmod(made, 0o700)
                 return Path(made).replace(folder / f"{name}.{Path(made).stat().st_size}.so")
             lines = [line for line in done.stderr.splitlines() if line.strip()]
-            problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
-            if any(sign in done.stderr for sign in _TEMPORARY):  # no reason to do with fewer instructions for good
+            temporary = next((line for line in lines if _is_temporary(line)), None)
+            if temporary is not None:  # no reason to do with fewer instructions for good
+                problem = temporary
                 break
+            problem = problem or next((line for line in lines if "error" in line), " ".join(lines[:1]))
     except subprocess.TimeoutExpired as error:
         problem = f"{error}; delete {folder / name}.failed to try again"
     finally:

@@ -134,11 +134,7 @@ class Runtime(ABC):
             else None
         )
         try:
-            try:
-                self._allocate(slots)
-            except RuntimeError:
-                if not self.grows:
-                    raise
+            if not self._grown(slots):
                 self.grows = False  # there is no memory for more than is asked for
                 self._allocate(slots)
         except BaseException as error:
@@ -151,6 +147,16 @@ class Runtime(ABC):
             raise
         if saved is not None:
             self._static_cache.copy_from(saved["cache"])
+
+    def _grown(self, slots: int) -> bool:
+        """Replace the cache by a larger one; return False if that failed and one of no more than `slots` may fit."""
+        try:
+            self._allocate(slots)
+        except RuntimeError:
+            if not self.grows:
+                raise
+            return False  # beyond the handler, whose error holds what was allocated
+        return True
 
     @property
     def _static_cache(self) -> Cache:

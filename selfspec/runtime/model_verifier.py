@@ -40,7 +40,7 @@ class ModelChecker:
     @staticmethod
     def _scored(seq: SequenceState, draft: Draft, step: ForwardOutput) -> Scored:
         assert step.logits is not None
-        return Scored(seq.sampler.scores(step.logits[0], draft.prefixes(seq.tokens)), step)
+        return Scored(seq.sampler.draft_scores(step.logits[0], draft, seq.tokens, seq.ends), step)
 
     def keep(self, seqs: Sequence[SequenceState], paths: Sequence[tuple[int, ...]]) -> None:
         """Commit each sequence's accepted path: compact its keys and values, and advance the row's length."""

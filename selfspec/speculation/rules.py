@@ -160,8 +160,8 @@ def _num_accepted(weights: Sequence[float], left: Sequence[float], sampler: Samp
         if i == len(left):
             chance = weights[i]
         else:
-            denominator = left[i] + 1 - weights[i]
-            chance = min(1.0, left[i] / denominator) if denominator > 0 else 1.0
+            denominator = left[i] + 1 - weights[i]  # NaN if p is
+            chance = min(1.0, left[i] / denominator) if denominator > 0 else float(denominator == 0)
         if sampler.coin(chance):
             return i
     return 0

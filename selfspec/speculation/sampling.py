@@ -9,7 +9,7 @@ import math
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from selfspec.basics.errors import SelfspecError
+from selfspec.speculation.drafts import Draft
 from selfspec.speculation.host_sync import needs_sync, to_lists
 from selfspec.types.methods import LOWEST_TEMPERATURE
 
@@ -119,9 +120,38 @@ class Sampler:
         `prefixes` yields, for each row, the tokens before the one that the row predicts. It is read only if a processor
         depends on the prefix.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.float()
+        scores = _as_scores(logits)
         if self._by_row:
             scores = torch.cat([self._row(row, prefix) for row, prefix in zip(scores, prefixes, strict=True)])
+        return self._finished(scores)
+
+    def draft_scores(self, logits: Tensor, draft: Draft, committed: Sequence[int], ends: Set[int]) -> Tensor:
+        """Return the processed scores `[1 + m, V]` of a draft's rows `logits` `[1 + m, V]`: its root, then each token.
+
+        `committed`: the tokens up to the root, which is included. Processors that read the prefix only see prefixes
+        that plain decoding can reach: not those with one of `ends`, or with a token that they masked. They need not
+        allow anything there, and may fail. Such rows, which no rule emits a token from, miss these processors.
+        """
+        scores = _as_scores(logits)
+        if self._by_row:
+            rows: list[Tensor] = []
+            reached: list[bool] = []
+            for row, prefix in enumerate(draft.prefixes(committed)):
+                node, parent = row - 1, draft.parents[row - 1] + 1 if row else 0
+                reached.append(
+                    not row
+                    or (
+                        reached[parent]
+                        and draft.tokens[node] not in ends
+                        and bool(rows[parent][0, draft.tokens[node]] != -math.inf)
+                    )
+                )
+                rows.append(self._row(scores[row], prefix) if reached[row] else scores[row : row + 1])
+            scores = torch.cat(rows)
+        return self._finished(scores)
+
+    def _finished(self, scores: Tensor) -> Tensor:
+        """Apply the processors that read the scores alone to `scores` `[n, V]`."""
         if self._at_once:
             dummy = torch.zeros((len(scores), 1), dtype=torch.long, device=scores.device)
             for processor in self._at_once:
@@ -129,6 +159,7 @@ class Sampler:
         return scores
 
     def _row(self, row: Tensor, prefix: Sequence[int]) -> Tensor:
+        """Apply the processors that read the prefix to `row` `[V]`; return `[1, V]`."""
         ids = torch.tensor([list(prefix)], device=row.device)
         scores = row.unsqueeze(0).clone()
         for processor in self._by_row:
@@ -277,6 +308,11 @@ class Sampler:
         """Use `count` random numbers, which `upcoming` returned and a device used."""
         for _ in range(count):
             self._number()
+
+
+def _as_scores(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in float64 if they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 class DraftedToken(NamedTuple):

@@ -54,7 +54,9 @@ def keep_layers(model: Any, count: int) -> Any:
             setattr(config, name, [getattr(config, name)[layer] for layer in kept_layers])
     if getattr(config, NUMBERED, None):
         setattr(config, NUMBERED, [i for i, layer in enumerate(kept_layers) if layer in getattr(config, NUMBERED)])
-    made = type(model)(config).to(model.dtype)
+    made = type(model)(config)
+    for parameter in made.parameters():  # no buffers: rotary frequencies are of float32 in every dtype
+        parameter.data = parameter.data.to(model.dtype)
     made.generation_config = copy.deepcopy(model.generation_config)
     state = {}
     for name, value in model.state_dict().items():

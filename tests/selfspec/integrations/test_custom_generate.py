@@ -18,6 +18,7 @@ from transformers import (
     set_seed,
 )
 from transformers.generation import MaxLengthCriteria
+from wants import needs
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
@@ -148,6 +149,29 @@ def test_processors_see_which_sequence_it_is(model, drafted):
         {"encoder_repetition_penalty": 1.8, "encoder_no_repeat_ngram_size": 2},
     ):
         theirs, ours = both(model, drafted, PROMPTS, **given)
+        assert torch.equal(ours, theirs)
+
+
+def trie(prompts):
+    """A function of allowed tokens for each prompt: it has an answer for that prompt's texts of legal tokens alone."""
+
+    def allowed(row, sequence):
+        tokens = sequence.tolist()
+        prompt = prompts[row]
+        given = tokens[tokens.index(prompt[0]) :] if tokens[0] == PAD else tokens
+        assert given[: len(prompt)] == prompt
+        legal = [row + 10, row + 20, row + 30]
+        return legal if all(token in legal for token in given[len(prompt) :]) else []
+
+    return allowed
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_prefix_function_sees_its_rows_legal_texts_alone(model, drafted, count):
+    """Its answer for any other text is an error in `transformers`."""
+    prompts = [[n, *PROMPTS[n], 10 + n, 20 + n] for n in range(count)]
+    for method in (drafted, hf(method="lookup", profile="none")):
+        theirs, ours = both(model, method, prompts, prefix_allowed_tokens_fn=trie(prompts), eos_token_id=None)
         assert torch.equal(ours, theirs)
 
 
@@ -312,6 +336,28 @@ def test_what_is_prepared_serves_until_the_weights_move(model, profile, monkeypa
         )
         assert torch.equal(ours, theirs)
         assert len(made) == count
+
+
+@needs("peft", "PEFT")
+def test_adapters_that_are_put_into_the_model():
+    """By `transformers`, also between two calls, or by PEFT, whose own generate calls the model's."""
+    from peft import LoraConfig, get_peft_model
+
+    asked = {**batch(*PROMPTS), "max_new_tokens": 6, "pad_token_id": PAD, "do_sample": False}
+    changed = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model, method = tiny(CONFIGS["llama"], dtype=torch.float64), hf(method="lookup", profile="none")
+    plainly = model.generate(**asked)
+    assert torch.equal(model.generate(**asked, custom_generate=method), plainly)
+    torch.manual_seed(0)
+    model.add_adapter(changed, adapter_name="one")
+    theirs = model.generate(**asked)
+    assert not torch.equal(theirs, plainly)
+    assert torch.equal(model.generate(**asked, custom_generate=method), theirs)
+    llm = selfspec.wrap(model, None, profile="none")
+    for name, expected in (("base", plainly), ("one", theirs), (None, theirs)):
+        assert llm.generate(PROMPTS[0], max_new_tokens=6, adapter=name).tokens == expected[0, -6:].tolist()
+    wrapped = get_peft_model(tiny(CONFIGS["llama"], dtype=torch.float64), changed)
+    assert torch.equal(wrapped.generate(**asked, custom_generate=hf(profile="none")), wrapped.generate(**asked))
 
 
 def test_a_method_by_its_name(model):

@@ -12,6 +12,7 @@ from wants import needs
 
 import selfspec
 from selfspec.basics.errors import SelfspecError
+from selfspec.engine.engine import Engine
 from selfspec.llm.batch import Batch
 from selfspec.llm.llm import wrap
 from selfspec.llm.options import Options
@@ -72,6 +73,30 @@ def test_in_a_batch_each_gives_what_it_gives_alone(llm, folders):
             llm.adapters.use("two")  # as a stream beside it would
         assert [request.tokens for _, request in asked] == [folders[1][name or "base"] for name, _ in asked]
         assert max(map(len, together)) == 1
+
+
+def test_threads_wait_for_each_others_rounds(llm, folders, monkeypatch):
+    """While a batch's round runs, no stream of another thread switches the adapter."""
+    texts = {}
+
+    def decode(name):
+        texts[name] = llm.generate(PROMPT, max_new_tokens=NEW, adapter=name).tokens
+
+    thread = threading.Thread(target=decode, args=["two"])
+    with Batch(llm, rows=2) as batch:
+        request, step = batch.add(PROMPT, Options(max_new_tokens=NEW, adapter="one")), Engine.step
+
+        def slow(engine):
+            if thread.ident is None:
+                thread.start()
+                thread.join(0.5)
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", slow)
+        while not batch.idle:
+            batch.step()
+    thread.join()
+    assert (request.tokens, texts["two"]) == (folders[1]["one"], folders[1]["two"])
 
 
 def test_streams_that_take_turns(llm, folders):

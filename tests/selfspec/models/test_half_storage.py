@@ -13,6 +13,7 @@ from families import FAMILY_CONFIGS
 from layouts import needs_native
 from models import tiny
 from natives import MODELS, WORDS, tokens_for
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -381,8 +382,9 @@ def test_a_bfloat16_model_stays_one():
 
 
 @needs_native
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "index"])
 @pytest.mark.parametrize("named", ["bfloat16", "float16"])
-def test_weights_are_not_rounded_to_the_dtype_that_the_configuration_names(tmp_path, named):
+def test_weights_are_not_rounded_to_the_dtype_that_the_configuration_names(tmp_path, named, beside):
     """A merge may leave float32 weights beside the configuration of a model in 16 bits."""
     config = copy.deepcopy(FAMILY_CONFIGS["llama"])
     config.update({"vocab_size": 4096})
@@ -391,6 +393,11 @@ def test_weights_are_not_rounded_to_the_dtype_that_the_configuration_names(tmp_p
     AutoTokenizer.from_pretrained(model_folder()).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": named, "torch_dtype": named}))
+    if beside:  # which `from_pretrained` leaves alone
+        shard = "model-00001-of-00001.safetensors"
+        save_file({"w": torch.ones(1, dtype=getattr(torch, named))}, str(tmp_path / shard))
+        index = {"metadata": {}, "weight_map": {"w": shard}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded, _ = load_model(str(tmp_path), device="cpu", dtype="float32", hold=True)
     expected = dict(model.named_parameters())
     assert all(torch.equal(weight, expected[name]) for name, weight in loaded.named_parameters())

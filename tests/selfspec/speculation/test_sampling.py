@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import CONFIGS, run, tiny
 from scipy import stats as scipy_stats
-from toys import RandomTree
+from toys import RandomTree, Scripted
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -70,6 +70,40 @@ def test_processors_see_the_right_prefix_at_every_position():
             emitted += outcome.tokens
         assert emitted == prompt + tokens
         assert wanted == set(recording.seen)
+
+
+class EvenUpTo(LogitsProcessor):
+    """Allows even tokens only, and is only made for prefixes of them that no end token is in."""
+
+    def __init__(self, prompt, end):
+        self.prompt, self.end = prompt, end
+
+    def __call__(self, input_ids, scores):
+        for token in input_ids[0, self.prompt :].tolist():
+            if token % 2 or token == self.end:
+                raise KeyError(token)
+        return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 == 1, -torch.inf)
+
+
+@pytest.mark.parametrize(("rule", "seed"), [("greedy", None), ("match", 3), ("block", 3), ("token", 3)])
+@pytest.mark.parametrize(
+    "drafter", [RandomTree(61, (4, 3, 2)), Scripted(lambda _: [8, 9, 30, 8])], ids=["tree", "chain"]
+)
+def test_processors_see_no_prefix_that_plain_decoding_cannot_reach(rule, seed, drafter):
+    runtime, prompt, ends = LeanRuntime(tiny(CONFIGS["llama"])), [2, 8, 4], frozenset({8, 30})
+
+    def sampler(end):
+        sampled = {} if rule == "greedy" else {"temperature": 3.0, "seed": seed, "tied": rule == "match"}
+        return Sampler(**sampled, processors=[EvenUpTo(len(prompt), end)])
+
+    for end in ends:
+        tokens, _ = run(runtime, drafter, prompt, 12, sampler=sampler(end), ends=frozenset({end}), rule=rule)
+        assert not any(token % 2 for token in tokens)
+        if rule in ("greedy", "match"):
+            plainly, _ = run(
+                runtime, PlainDrafter(), prompt, 12, sampler=sampler(end), ends=frozenset({end}), rule=rule
+            )
+            assert tokens == plainly
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ def test_layers_that_are_kept_are_spread_evenly(count, kept):
         torch.testing.assert_close(made(ids).logits, model(ids).logits)
 
 
+def test_a_copy_in_16_bits_has_the_rotary_frequencies_of_the_model():
+    model = tiny(CONFIGS["llama"], dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    made = keep_layers(model, 2)
+    assert made.dtype == torch.bfloat16
+    assert torch.equal(made.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
 def test_a_copy_ends_texts_as_the_model_does(tmp_path):
     """Ends may be in the generation config alone; and other users may read the folder."""
     model = tiny(CONFIGS["llama"])
