@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.basics.files import cache_folder
+from selfspec.basics.files import cache_folder, make_folder
 from selfspec.draft_modules.module_files import path_part, write_part
 from selfspec.profile.draft_spec import LayerSkipSpec
 from selfspec.profile.module_files_spec import SUFFIX, ModuleFile, sha256_of
@@ -45,6 +45,7 @@ def with_bridges(
     bridge, a few hundredths of a layer, is not predicted. Returns None if the path with bridges is not faster, if no
     layer is skipped whole, if the model does not support bridges, if there are fewer than two texts, and if
     `allows` is false for the seconds of two passes over the texts for each run; `seconds(tokens)`: the time of a pass.
+    Raises `SelfspecError` or `OSError` if the bridges cannot be written to the cache.
     """
     runs = score.path.runs(runtime.layers)
     took = 2 * len(runs) * sum(seconds(min(len(tokens), LONGEST)) for tokens in texts)
@@ -53,7 +54,7 @@ def with_bridges(
     read = [TrainingText(torch.tensor(tokens[:LONGEST]), torch.empty(0), 0) for tokens in texts]
     unseen = read[::HELD_OUT]
     trained = fit_bridges(runtime, score.path, [text for i, text in enumerate(read) if i % HELD_OUT], unseen)
-    parts_folder().mkdir(parents=True, exist_ok=True)
+    make_folder(parts_folder())
     made = parts_folder() / f"{os.getpid()}{SUFFIX}"
     write_part(made, path_part("bridge", {"rank": None}, trained, runtime))
     path = replace(score.path, trained=sha256_of(made))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, reason
 from selfspec.controllers import make_controller
 from selfspec.measure.timing import Runs, interleave, measure, method
 from selfspec.profile.draft_spec import LayerSkipSpec
@@ -125,9 +125,9 @@ def finish(
     result of `prepared.refinements` joins the finalists. The chosen path is then measured against plain decoding
     (without drafts), on as many prompts and tokens as fit the time. The best path of an interrupted search is not
     measured; nor is the best path of a search with `kv` "own", because selfspec does not decode with a separate KV
-    cache for drafts. An interrupt here ends the measuring. The speed of the saved profile is predicted by
-    `prepared.replay`, if there is one. `keep_best`: save the best path even if plain decoding is faster. Raises
-    `SelfspecError` if no path was scored.
+    cache for drafts. An interrupt here ends the measuring, or the prediction. The speed of the saved profile is
+    predicted by `prepared.replay`, if there is one. `keep_best`: save the best path even if plain decoding is faster.
+    Raises `SelfspecError` if no path was scored.
     """
     search, record = prepared.search, base.search
     assert record is not None
@@ -157,7 +157,10 @@ def finish(
     predicted = None
     if use_best and prepared.replay is not None and base.costs is not None:
         search.watch.stage("predicting the speed of the profile", None)
-        predicted = predict(prepared.replay, profile, trained=best.path.trained)
+        try:
+            predicted = predict(prepared.replay, profile, trained=best.path.trained)
+        except KeyboardInterrupt:
+            record = record.model_copy(update={"interrupted": True})
     extra_bytes = search.llm.runtime.extra_bytes(profile.path) if profile.path.low_precision else None
     return profile.model_copy(
         update={
@@ -215,12 +218,20 @@ def _finalists(space: Space, scores: Sequence[Score]) -> list[Score]:
 def _with_refinements(
     search: SearchContext, finalists: Sequence[Score], refinements: Sequence[tuple[str, Refinement]]
 ) -> list[Score]:
-    """Return the finalists and the refinements of the best finalist that fit the time, the best first."""
+    """Return the finalists and the refinements of the best finalist that fit the time, the best first.
+
+    A refinement that cannot be written, as on a full disk, is left out, and the search says so.
+    """
     eligible = [*finalists]
     for name, refine in refinements:
         if search.budget.deadline("heads").left > 2 * search.ledger.longest:
             search.watch.stage(f"trying {name}", None)
-            if (refined := refine(eligible[0])) is not None:
+            try:
+                refined = refine(eligible[0])
+            except (SelfspecError, OSError) as error:
+                search.watch.say(f"without {name}: {reason(error)}")
+                continue
+            if refined is not None:
                 eligible.insert(0, refined)
     return eligible
 

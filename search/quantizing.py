@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, kind, read_cached, write_bytes, write_cached
+from selfspec.basics.errors import SelfspecError, reason
+from selfspec.basics.files import check_writable, kind, make_folder, read_cached, write_bytes, write_cached
 from selfspec.draft_modules.int4_quantization import (
     check_quantizable,
     int4_settings,
@@ -73,22 +73,17 @@ def int4_for_search(
     weighted grid if the time until the deadline is too short), or the path of a file of int4 weights, which is copied.
     `known`: the name of the file with which a study's paths were scored; no other is made then. Its name says how it
     was made, and from which texts. Returns None for `nearest`, for which no file is needed, if the time until the
-    deadline is too short, and where `known` cannot be had. Raises `SelfspecError` for a file that does not fit the
-    model.
+    deadline is too short or the weights cannot be written, and where `known` cannot be had. Raises `SelfspecError` for
+    a file that does not fit the model, or cannot be copied.
     """
     runtime = llm.runtime
     if method == "nearest":
         return None
-    parts_folder().mkdir(parents=True, exist_ok=True)
     if known is not None and kind(file := parts_folder() / known) == "file":
         with suppress(SelfspecError):  # damaged, or of other weights
             return _registered(llm, file)
     if method not in INT4_CHOICES:
-        file = parts_folder() / f"{INT4}-{sha256_of(Path(method))[:12]}{SUFFIX}"
-        if known not in (None, file.name):
-            return None
-        write_bytes(file, Path(method).read_bytes())
-        return _registered(llm, file)
+        return _copied(llm, Path(method), known)
     methods: tuple[Int4Method, ...] = ("gptq", "weighted") if method == AUTO_METHOD else (choose_method(method),)
     for chosen in methods:
         settings = int4_settings(chosen, GROUP, texts)
@@ -102,11 +97,26 @@ def int4_for_search(
                 return _registered(llm, file)
             except SelfspecError:  # damaged, or of other weights than those that the name covers
                 file.unlink()
-        if _write(llm, file, texts, settings, deadline, watch):
-            return _registered(llm, file)
+        try:
+            if _write(llm, file, texts, settings, deadline, watch):
+                return _registered(llm, file)
+        except (SelfspecError, OSError) as error:  # such as a full disk
+            if known is None:
+                watch.say(f"int4 weights are rounded to nearest: better ones cannot be written ({reason(error)})")
+            return None
     if known is None:
         watch.say("int4 weights are rounded to nearest: there is too little time to quantise them better")
     return None
+
+
+def _copied(llm: LLM, weights: Path, known: str | None) -> ModuleFile | None:
+    """Copy a file of int4 weights to the cache and register them; None if its name there is not `known`."""
+    file = parts_folder() / f"{INT4}-{sha256_of(weights)[:12]}{SUFFIX}"
+    if known not in (None, file.name):
+        return None
+    make_folder(parts_folder())
+    write_bytes(file, weights.read_bytes())
+    return _registered(llm, file)
 
 
 def _write(
@@ -130,6 +140,7 @@ def _write(
             return deadline.allows()
         return deadline.allows((deadline.clock() - first) / (done - 1) * (runtime.layers - done))
 
+    make_folder(parts_folder())
     with TemporaryDirectory(dir=parts_folder()) as folder:  # other workers may make the same file
         made = Path(folder) / file.name
         if not write_int4(runtime, made, texts, settings, on_layer=on_layer):

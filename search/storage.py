@@ -15,7 +15,7 @@ import optuna
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from selfspec.basics.errors import SelfspecError
+from selfspec.basics.errors import SelfspecError, one_line
 from selfspec.basics.files import check_writable, kind, parse_json, read_text
 
 try:
@@ -141,6 +141,8 @@ def _database(url: str) -> BaseStorage:
             return _patiently(lambda: RDBStorage(url, engine_kwargs={"pool_pre_ping": True}), name)
     except SelfspecError:
         raise
+    except RuntimeError as error:  # tables of another version of Optuna
+        raise SelfspecError(f"storage {name}: {one_line(error)}") from None
     except (ArgumentError, ValueError):
         raise SelfspecError(
             f"storage {name}: expected memory, a file, or a database's URL such as postgresql://user:password@host/name"

@@ -215,6 +215,7 @@ def _ledger(llm: LLM, options: SearchOptions, calibration: Calibration) -> Ledge
         "name": llm.name,
         "model": llm.identity.model_dump(mode="json", exclude={"name"}),
         "dtype": str(llm.runtime.dtype),
+        "held": llm.held,
         "device": llm.runtime.device.type,
         "calibration text": calibration.model_dump(mode="json"),
     }

@@ -41,7 +41,7 @@ def pareto(entries: Sequence[Entry], memory: Callable[[Entry], float | None] = l
 def memory_of(ledger: Ledger) -> Callable[[Entry], float | None]:
     """Return a function from a trial to its path's extra memory, as a share of the model's bytes (`extra_share`)."""
     model = Identity.model_validate(ledger.settings["model"])
-    dtype = str(ledger.settings.get("dtype", "")).removeprefix("torch.")
+    dtype = ledger.settings.get("held") or str(ledger.settings.get("dtype", "")).removeprefix("torch.")
     return lambda entry: extra_share(entry.score.path, model, dtype=dtype)
 
 

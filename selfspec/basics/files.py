@@ -170,6 +170,14 @@ def json_line(value: Any, **options: Any) -> str:
     return text.translate({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"})
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and the folders above it, if missing. Raises `SelfspecError` if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SelfspecError(f"{folder}: cannot be made ({_reason(error)})") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` atomically. Raises `SelfspecError` if it cannot be written."""
     write_bytes(path, text.encode("utf-8"))

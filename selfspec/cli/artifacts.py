@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TextColumn
 
+from selfspec.basics.errors import SelfspecError
 from selfspec.basics.files import check_not_read, check_writable, kind
 from selfspec.cli.command_options import QuantizeCommand
 from selfspec.cli.common import (
@@ -50,6 +51,8 @@ def run_train(command: TrainCommand) -> int:
     quiet()
     kind = check_kind(command.kind)
     model = model_for(command.model, profile_named(command.profile))
+    if kind in ("distill", "layerskip") and Path(model).resolve() == (command.out / kind).resolve():
+        raise SelfspecError(f"--out {command.out} would write over the model; expected another folder")
     if command.train_options.student is not None:
         check_at_hand(command.train_options.student)
     prompts = command.data.read()

@@ -249,7 +249,7 @@ def _pipe_lines() -> Iterator[str]:
     """Yield the lines of a pipe. Raises `SelfspecError` for a line that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            yield line.decode("utf-8").rstrip("\r\n")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise SelfspecError(f"standard input, line {number}: not UTF-8 text") from None
 

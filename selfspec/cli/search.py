@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import SpinnerColumn, TextColumn
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable
+from selfspec.basics.files import check_not_read, check_writable
 from selfspec.cli.common import (
     model_for,
     print_json,
@@ -131,6 +131,7 @@ def _check_places(command: SearchCommand) -> None:
     for place, option in places.items():
         check_writable(place)
         command.data.check_not_written(place, option)
+    check_not_read(out, command.model, command.search_options.store, command.search_options.int4)
     check_storage(trials_storage)
 
 

@@ -219,7 +219,7 @@ def transformers_generate(
             setattr(planned.config, name, value)
         clock = _Clock()
         if options.seed is not None:
-            torch.manual_seed(options.seed)
+            torch.manual_seed(options.seed % 2**64)  # the largest seed that PyTorch takes
         start = time.perf_counter()
         prompt_ids = llm.encode(prompt)
         ids = torch.tensor([prompt_ids], device=llm.runtime.device)

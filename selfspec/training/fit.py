@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import check_writable, kind, write_text
+from selfspec.basics.files import check_writable, kind, make_folder, write_text
 from selfspec.basics.machine import machine
 from selfspec.draft_modules.module_files import PartFile, write_part
 from selfspec.draft_modules.registry import make_head
@@ -223,7 +223,7 @@ def _training_record(llm: LLM, part: Kind, options: TrainOptions, texts: TextSto
 def check_folder(out: Path) -> None:
     """Raise `SelfspecError` unless files can be written to the folder `out`, which is created if missing."""
     if kind(out) == "missing" and kind(out.parent) == "folder":
-        out.mkdir()
+        make_folder(out)
     if kind(out) != "folder":
         raise SelfspecError(f"{out} is no folder; expected one that parts can be written to")
     check_writable(out / "part.safetensors")

@@ -15,6 +15,7 @@ Loss = Literal["forward-kl", "reverse-kl", "tv"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_PATHS: tuple[Kind, ...] = ("bridge", "adapter")
 """The kinds that belong to a draft path; `distill` and `layerskip` make models, and the other kinds are heads."""
+MOST_SEED = 2**64 - 1  # the largest that PyTorch takes
 FEWEST = 2  # the fewest texts that can be fitted to
 
 
@@ -56,11 +57,15 @@ class TrainOptions:
         int | None, Option(min=1, metavar="N", help="Number of training steps, whatever time they take.")
     ] = None
     batch_size: Annotated[int, Option(min=1, metavar="N", help="Batch size for generating texts.")] = 128
-    seed: Annotated[int, Option(min=0, help="Random seed of prompts, texts and training.")] = 0
+    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Random seed of prompts, texts and training.")] = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:
             raise SelfspecError(f"minutes {self.minutes}: expected more than 0")
+        if self.loss not in get_args(Loss):
+            raise SelfspecError(f"loss '{self.loss}': expected {', '.join(get_args(Loss))}")
+        if not 0 <= self.seed <= MOST_SEED:
+            raise SelfspecError(f"seed {self.seed}: expected 0 to {MOST_SEED}")
         for name, least in (
             ("max_new_tokens", 16),
             ("vocabulary", 16),

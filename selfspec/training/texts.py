@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import files_in, kind, write_bytes
+from selfspec.basics.files import files_in, kind, make_folder, write_bytes
 from selfspec.drafters import PlainDrafter
 from selfspec.engine.engine import Engine
 from selfspec.runtime.base import Runtime
@@ -189,7 +189,7 @@ class TextStore:
         for number, text in texts.items():
             tensors[f"{number}.tokens"], tensors[f"{number}.streams"] = text.tokens.int(), text.streams
             sizes_by_number[number] = len(text.tokens), len(text.streams), text.answer
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         path = self.folder / f"{min(texts):08d}-{max(texts):08d}.safetensors"
         write_bytes(path, save(tensors, {"texts": json.dumps(sizes_by_number)}))
         self.index.update({number: _Place(path, *sizes) for number, sizes in sizes_by_number.items()})

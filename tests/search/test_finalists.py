@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from selfspec.search import finalists, find_profile, study
+from selfspec.search.callbacks import SilentSearch
 from selfspec.search.finalists import _finalists
 from selfspec.search.forecast import CONTENDING, FINALISTS
 from selfspec.search.objective import Score
@@ -72,3 +75,36 @@ def test_a_search_measures_them_without_warm_starts_and_however_slow(monkeypatch
     assert 3 <= len(decoded["prompts"]) <= CONTENDING
     assert decoded["first"] == finalists.CLEARLY
     assert profile.path == decoded["scores"][-1].path
+
+
+@pytest.fixture
+def quick_search(monkeypatch, tmp_path):
+    """A search whose measurements take no time."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(finalists, "measure", measured_as(1.3))
+    monkeypatch.setattr(finalists, "_fastest", lambda search, base, scores, *_, **__: scores[0])
+    llm = selfspec.load("builtin", profile="none")
+    return partial(find_profile, llm, trials=2, count=2, max_new_tokens=8, modes="full,skip", warm=False)
+
+
+def test_a_refinement_that_cannot_be_written_is_left_out(monkeypatch, quick_search):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(study, "with_bridges", fail)
+    said = []
+    watch = SilentSearch()
+    watch.say = said.append
+    assert quick_search(watch=watch).measured
+    assert "without bridges over skipped layers: [Errno 28] No space left on device" in said
+
+
+def test_an_interrupt_while_the_speed_is_predicted_keeps_the_profile(monkeypatch, quick_search):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finalists, "predict", interrupt)
+    profile = quick_search()
+    assert profile.measured
+    assert profile.predicted is None
+    assert profile.search.interrupted

@@ -11,6 +11,7 @@ import pytest
 from amount import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from selfspec.search import storage
 from selfspec.search.ledger import Ledger, ScoredTexts
 from selfspec.search.objective import Score
 from selfspec.search.space import Space
@@ -255,3 +256,12 @@ def test_the_claim_of_a_process_that_has_ended_lapses_at_once(path, monkeypatch)
         patch.setattr("selfspec.search.ledger.socket.gethostname", lambda: "elsewhere")
         a.claim(score(1).path)
     assert b.claimed() == {score(1).path}
+
+
+def test_a_database_of_another_optuna_is_an_error_of_one_line(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise RuntimeError("The runtime optuna version is no longer compatible\nwith the table schema")
+
+    monkeypatch.setattr(storage, "RDBStorage", refuse)
+    with pytest.raises(SelfspecError, match="compatible with the table schema"):
+        open_storage(f"sqlite:///{tmp_path}/trials.db")

@@ -175,6 +175,17 @@ def test_without_time_weights_are_rounded_to_nearest(llm):
     assert said == ["int4 weights are rounded to nearest: there is too little time to quantise them better"]
 
 
+def test_without_a_cache_that_can_be_written_weights_are_rounded_to_nearest(llm, tmp_path, monkeypatch):
+    said = []
+    watch = SilentSearch()
+    watch.say = said.append
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    assert int4_for_search(llm, TEXTS, "auto", deadline=no_deadline(), watch=watch) is None
+    assert len(said) == 1
+    assert said[0].startswith("int4 weights are rounded to nearest: better ones cannot be written (")
+
+
 def test_a_study_remembers_its_weights(llm, clockless, tmp_path):
     """A profile picked from it uses them; a study whose paths were rounded to nearest resumes with nearest."""
     storage = tmp_path / "trials.jsonl"

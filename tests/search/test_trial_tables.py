@@ -150,6 +150,9 @@ def test_the_fastest_within_a_cost_and_memory():
     held = memory_of(ledger)
     assert held(entries[0]) == pytest.approx(0.25 * 1152 / 1232)
     assert held(entries[1]) == 0
+    ledger.settings["held"] = "bfloat16"  # weights stored in half the bytes
+    assert memory_of(ledger)(entries[0]) == pytest.approx(0.5 * 1152 / 1232)
+    del ledger.settings["held"]
     assert best_within(ledger) is best_within(ledger, 0.5, 0.3) is entries[0]
     assert best_within(ledger, max_memory=0.1) is best_within(ledger, 0.8, 0) is entries[1]
     with pytest.raises(SelfspecError, match="here: no trial's draft step costs 0.5 of a plain one or less"):

@@ -180,6 +180,9 @@ class TestPiped:
     def test_no_text(self, say):
         assert say(b"\xff\xfe\n") == (2, "", "error: standard input, line 1: not UTF-8 text\n")
 
+    def test_a_byte_order_mark_is_no_text(self, say):
+        assert say(b"\xef\xbb\xbf/help\n") == say(b"/help\n")
+
     def test_the_end_of_the_context(self, say, chat):
         """The last answer has what room is left; then the line says so, until a reset."""
         long = "x = 1 " * 300

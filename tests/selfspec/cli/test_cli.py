@@ -812,6 +812,7 @@ WRONG = {
     "stop no Unicode": ("generate x --stop \udcff", "--stop: the text is not valid Unicode"),
     "negative seed": ("generate x --seed -2", "'--seed'"),
     "data as out": ("search --prompts half.txt --out half.txt", "--out half.txt would write over the data file"),
+    "int4 as out": ("search --int4 half.txt --out half.txt", "--out half.txt would write over a file that is read"),
     "key given twice": ("profile validate twice.yaml", "line 2: not valid YAML ('skip' is given twice)"),
     "shown controller": ("profile show controller.yaml", "controller.yaml: controller 'magic' is not known"),
     "code in a model": ("generate x --model code", "model code cannot be loaded: "),

@@ -143,6 +143,9 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
         (["nonsense"], "method 'nonsense' cannot be trained; expected eagle, medusa, hydra, mlp, mtp, chimera"),
         (["eagle", "--minutes", "0"], "minutes 0.0: expected more than 0"),
         (["eagle", "--minutes", "nan"], "minutes nan: expected more than 0"),
+        (["eagle", "--seed", str(2**64)], "--seed"),
+        (["adapter", "--loss", "kl"], "loss 'kl': expected forward-kl, reverse-kl, tv"),
+        (["layerskip", "--model", "parts/layerskip"], "--out parts would write over the model"),
         (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),
         (["eagle", "--out", "gone/parts"], "gone/parts is no folder"),
         (["eagle", "--prompts", "gone.jsonl"], "gone.jsonl"),
@@ -153,6 +156,8 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
 )
 def test_wrong_input(cli, tmp_path, arguments, said):
     (tmp_path / "file").write_text("")
+    (tmp_path / "parts" / "layerskip").mkdir(parents=True)
+    (tmp_path / "parts" / "layerskip" / "config.json").write_text('{"model_type": "llama"}')
     code, out, err = cli("train", *arguments)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())

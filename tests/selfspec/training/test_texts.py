@@ -143,3 +143,9 @@ def test_nothing_to_begin_with():
     assert synthetic_beginning(tokenizer, frozenset([5, 3]), None).tokens == (3,)
     with pytest.raises(SelfspecError, match="give prompts with --prompts"):
         synthetic_beginning(tokenizer, frozenset(), None)
+
+
+def test_texts_that_no_folder_can_be_made_for_are_an_error_of_one_line(runtime, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SelfspecError, match="file/texts: cannot be made"):
+        made(runtime, tmp_path / "file" / "texts", most=2)
