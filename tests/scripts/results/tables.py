@@ -3,8 +3,8 @@
     python tests/scripts/results/tables.py            # writes them; a test fails where they differ
 
 A table stands between `<!-- results: COMPARISON.MACHINE -->` and `<!-- end -->`, that of the same file by task after
-`<!-- by task: COMPARISON.MACHINE -->`, and that of all losses after `<!-- where it loses -->`. The README's tables
-stand after `<!-- first screen -->` and `<!-- further settings -->`.
+`<!-- by task: COMPARISON.MACHINE -->`, and that of all losses, with the commands of its files, after
+`<!-- where it loses -->`. The README's tables stand after `<!-- first screen -->` and `<!-- further settings -->`.
 """
 
 from __future__ import annotations
@@ -185,11 +185,22 @@ RENDERED = {
 def losses(page: Path) -> str:
     """A table of what is slower than plain decoding: methods of selfspec, in all files, in all or in some part."""
     rows = [["measured", "setting", "method", "/ plain, means", "parts below 1"]]
-    for file in sorted(FOLDER.glob("*.json"), key=lambda file: file.stem):
+    for file in sorted(FOLDER.glob("*.json"), key=stem):
         found = json.loads(file.read_text(encoding="utf-8"))
-        where = f"{link(found, page)}, commit {found['commit']}, {found['date']}"
+        where = f"{found['machine']}: {link(found, page)}, commit {found['commit']}, {found['date']}"
         rows += [[where, *row] for row in slower(found)]
     return table(rows)
+
+
+def conditions(page: Path) -> str:
+    """The conditions of each file that the table of losses has a row of."""
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"), key=stem)]
+    return "\n\n".join(condition(found, page) for found in files if slower(found))
+
+
+def stem(file: Path) -> str:
+    """A file's name without its ending, by which files are sorted."""
+    return file.stem
 
 
 def slower(found: dict[str, Any]) -> list[list[str]]:
@@ -217,17 +228,17 @@ def loses(ratio: float) -> bool:
 
 
 def rendered(name: str, page: Path, kind: str = "results") -> str:
-    """The table of a file of docs/results, with its conditions; or its table by task, without conditions."""
+    """The table of a file of docs/results, or its table by task, with its conditions."""
     found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     if kind == "by task":
-        return f"\n{by_task(found)}\n\n"
+        return f"\n{by_task(found)}\n\n{condition(found, page)}\n\n"
     return f"\n{RENDERED[found['comparison']](found)}\n\n{condition(found, page)}\n\n"
 
 
 def filled(page: Path) -> str:
     """A page's text with every table made anew."""
     text = MARK.sub(lambda found: found[1] + rendered(found[3], page, found[2]) + found[4], page.read_text("utf-8"))
-    return LOSSES.sub(lambda found: f"{found[1]}\n{losses(page)}\n\n{found[2]}", text)
+    return LOSSES.sub(lambda found: f"{found[1]}\n{losses(page)}\n\n{conditions(page)}\n\n{found[2]}", text)
 
 
 def measured(comparison: str) -> dict[str, Any]:
