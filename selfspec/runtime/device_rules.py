@@ -83,7 +83,7 @@ def block(drafts: Drafts, p: Tensor) -> Verdicts:
     # The coin of a beginning of i tokens reads what is left in the row after them, which the last token may lack.
     after = torch.cat([left[:, 1:], torch.zeros_like(left[:, :1])], 1)
     denominator = after + 1 - weight[:, 1:]
-    partial = (after / denominator).clamp(max=1).masked_fill(~(denominator > 0), 1)
+    partial = (after / denominator).clamp(max=1).where(denominator > 0, (denominator == 0).to(after.dtype))
     chances = torch.where(whole, weight[:, 1:], partial)
     won = (drafts.coins(drafts.length.unsqueeze(1) - lengths) < chances) & drafts.counts
     accepted = (won * lengths).amax(1)
