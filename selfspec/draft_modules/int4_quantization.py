@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from selfspec.basics.errors import SelfspecError, short
-from selfspec.basics.files import kind
+from selfspec.basics.files import kind, make_folder
 from selfspec.draft_modules.module_files import PartFile, opened_part, read_part, write_part
 from selfspec.models.dispatch import device_of
 from selfspec.models.linears import Group
@@ -170,10 +170,7 @@ def write_int4(
     if settings["method"] != "nearest" and not any(texts):
         raise SelfspecError(f"method '{settings['method']}': expected at least one text")
     folder = layers_folder(out)
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise SelfspecError(f"{folder}: cannot be made ({error.strerror or error})") from None
+    make_folder(folder)
     files = [folder / f"{index:04}.safetensors" for index in range(runtime.layers)]
     done = {index for index, file in enumerate(files) if _is_finished(file, settings, runtime)}
     todo = [index for index in range(runtime.layers) if index not in done]

@@ -26,7 +26,7 @@ from transformers.generation import (
 )
 
 from selfspec.basics.errors import SelfspecError
-from selfspec.basics.files import write_text
+from selfspec.basics.files import make_folder, write_text
 from selfspec.drafters import PlainDrafter, calibrate, make_guarded
 from selfspec.drafters.batch_policy import bound_together
 from selfspec.engine.engine import Engine
@@ -83,7 +83,7 @@ def write_repository(folder: Path, profile: str | Profile, arguments: Mapping[st
         named = 'parse_profile(_PROFILE, source="custom_generate/generate.py")'
     source = _SOURCE.format(reads=reads, profile=text, arguments=named + further)
     place = folder / "custom_generate"
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place)
     write_text(place / "generate.py", source)
     write_text(place / "requirements.txt", "selfspec\n")
 
@@ -305,11 +305,7 @@ def _of_row(processor: LogitsProcessor, row: int, rows: int, pads: Tensor) -> Lo
     if type(processor) is not PrefixConstrainedLogitsProcessor:
         return _RowProcessor(processor, row, rows, pads)
     allowed = processor._prefix_allowed_tokens_fn  # called for each row, which other rows' sequences may not fit
-
-    def of_row(_: int, sequence: Tensor) -> list[int]:
-        return list(allowed(row, sequence))
-
-    return _RowProcessor(PrefixConstrainedLogitsProcessor(of_row, 1), 0, 1, pads)
+    return _RowProcessor(PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1), 0, 1, pads)
 
 
 class _RowProcessor(LogitsProcessor):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,9 +155,10 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self.names: tuple[str, ...] = tuple(getattr(model, "peft_config", None) or ())
+        self._wrapped = hasattr(model, "get_base_model")
         self._layers = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
         off = any(layer.disable_adapters for layer in self._layers)
-        self.own = _acting(model, self._layers) if self.names and not off else BASE
+        self.own = self._acting(model) if self.names and not off else BASE
         self._model, self._acts = model, self.own
         self._lock = threading.RLock()
 
@@ -171,17 +172,23 @@ class Adapters:
         """Activate an adapter by a name that `named` returned. Switches made directly through `peft` go unnoticed."""
         if name == self._acts:
             return
-        wrapped = hasattr(self._model, "get_base_model")
-        if wrapped and name == BASE:
+        if not self._wrapped:
+            self._use_in_place(name)
+        elif name == BASE:
             self._model.base_model.disable_adapter_layers()
-        elif wrapped:
+        else:
             self._model.base_model.enable_adapter_layers()
             self._model.set_adapter(name, inference_mode=True)
-        for layer in () if wrapped else self._layers:
-            layer.enable_adapters(name != BASE)
-            if name != BASE:
-                layer.set_adapter(name, inference_mode=True)
         self._acts = name
+
+    def _use_in_place(self, name: str) -> None:
+        """Activate an adapter whose layers were put into the model."""
+        from peft.functional import set_adapter
+
+        for layer in self._layers:
+            layer.enable_adapters(name != BASE)
+        if name != BASE:
+            set_adapter(self._model, name, inference_mode=True)
 
     @contextmanager
     def active(self, name: str) -> Iterator[None]:
@@ -193,8 +200,7 @@ class Adapters:
             self.use(name)
             yield
 
-
-def _acting(model: Any, layers: Sequence[Any]) -> str:
-    """Return the name of a model's active adapter; `layers`: the modules that hold adapters."""
-    acting = model.active_adapter if hasattr(model, "get_base_model") else layers[0].active_adapter
-    return str(acting if isinstance(acting, str) else acting[0])
+    def _acting(self, model: Any) -> str:
+        """Return the name of the active adapter, the first if there are several."""
+        acting = model.active_adapter if self._wrapped else self._layers[0].active_adapter
+        return str(acting if isinstance(acting, str) else acting[0])

@@ -134,19 +134,12 @@ class Sampler:
         """
         scores = _as_scores(logits)
         if self._by_row:
-            rows: list[Tensor] = []
-            reached: list[bool] = []
-            for row, prefix in enumerate(draft.prefixes(committed)):
-                node, parent = row - 1, draft.parents[row - 1] + 1 if row else 0
-                reached.append(
-                    not row
-                    or (
-                        reached[parent]
-                        and draft.tokens[node] not in ends
-                        and bool(rows[parent][0, draft.tokens[node]] != -math.inf)
-                    )
-                )
-                rows.append(self._row(scores[row], prefix) if reached[row] else scores[row : row + 1])
+            root, *prefixes = draft.prefixes(committed)
+            rows, reached = [self._row(scores[0], root)], [True]
+            for row, token, parent, prefix in zip(scores[1:], draft.tokens, draft.parents, prefixes, strict=True):
+                allowed = token not in ends and float(rows[parent + 1][0, token]) != -math.inf
+                reached.append(allowed and reached[parent + 1])
+                rows.append(self._row(row, prefix) if reached[-1] else row.unsqueeze(0))
             scores = torch.cat(rows)
         return self._finished(scores)
 

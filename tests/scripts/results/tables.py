@@ -185,8 +185,7 @@ RENDERED = {
 def losses(page: Path) -> str:
     """A table of what is slower than plain decoding: methods of selfspec, in all files, in all or in some part."""
     rows = [["measured", "setting", "method", "/ plain, means", "parts below 1"]]
-    for file in sorted(FOLDER.glob("*.json"), key=stem):
-        found = json.loads(file.read_text(encoding="utf-8"))
+    for found in every_file():
         where = f"{found['machine']}: {link(found, page)}, commit {found['commit']}, {found['date']}"
         rows += [[where, *row] for row in slower(found)]
     return table(rows)
@@ -194,13 +193,12 @@ def losses(page: Path) -> str:
 
 def conditions(page: Path) -> str:
     """The conditions of each file that the table of losses has a row of."""
-    files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(FOLDER.glob("*.json"), key=stem)]
-    return "\n\n".join(condition(found, page) for found in files if slower(found))
+    return "\n\n".join(condition(found, page) for found in every_file() if slower(found))
 
 
-def stem(file: Path) -> str:
-    """A file's name without its ending, by which files are sorted."""
-    return file.stem
+def every_file() -> list[dict[str, Any]]:
+    """What all files of docs/results hold, in the order of their names."""
+    return [json.loads(file.read_text("utf-8")) for file in sorted(FOLDER.glob("*.json"), key=lambda file: file.stem)]
 
 
 def slower(found: dict[str, Any]) -> list[list[str]]:
