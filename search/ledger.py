@@ -134,9 +134,8 @@ class Ledger:
 
     def _check(self, settings: dict[str, Any]) -> None:
         stored = self._store_once("settings", settings)
-        keys = {*stored, *settings} - {"name"}  # the same model may have another path on another machine
-        unsaid = {key: settings.get(key) for key in ("device", "held")}  # by older studies
-        stored = {**unsaid, **stored}
+        keys = {*stored, *settings} - {"name", "held"}  # the model's path and layout may differ between machines
+        stored = {"device": settings.get("device"), **stored}  # older studies do not say it
         other = sorted(key for key in keys if stored.get(key) != settings.get(key))
         if other:
             raise SelfspecError(

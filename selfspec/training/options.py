@@ -57,7 +57,7 @@ class TrainOptions:
         int | None, Option(min=1, metavar="N", help="Number of training steps, whatever time they take.")
     ] = None
     batch_size: Annotated[int, Option(min=1, metavar="N", help="Batch size for generating texts.")] = 128
-    seed: Annotated[int, Option(min=0, max=MOST_SEED, help="Random seed of prompts, texts and training.")] = 0
+    seed: Annotated[int, Option(min=0, help="Random seed of prompts, texts and training.")] = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < math.inf:

@@ -265,3 +265,12 @@ def test_a_database_of_another_optuna_is_an_error_of_one_line(monkeypatch, tmp_p
     monkeypatch.setattr(storage, "RDBStorage", refuse)
     with pytest.raises(SelfspecError, match="compatible with the table schema"):
         open_storage(f"sqlite:///{tmp_path}/trials.db")
+
+
+def test_a_study_goes_on_where_weights_are_held_otherwise(tmp_path):
+    """As on another machine, where another layout is the fastest."""
+    made, path = {"name": "a", "held": None, "device": "cpu"}, tmp_path / "trials.jsonl"
+    Ledger(path, settings=made)
+    assert Ledger(path, settings={**made, "held": "bfloat16"}).settings["held"] is None
+    with pytest.raises(SelfspecError, match="of other device"):
+        Ledger(path, settings={**made, "device": "cuda"})

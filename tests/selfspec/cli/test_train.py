@@ -143,7 +143,7 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
         (["nonsense"], "method 'nonsense' cannot be trained; expected eagle, medusa, hydra, mlp, mtp, chimera"),
         (["eagle", "--minutes", "0"], "minutes 0.0: expected more than 0"),
         (["eagle", "--minutes", "nan"], "minutes nan: expected more than 0"),
-        (["eagle", "--seed", str(2**64)], "--seed"),
+        (["eagle", "--seed", str(2**64)], "seed 18446744073709551616: expected 0 to 18446744073709551615"),
         (["adapter", "--loss", "kl"], "loss 'kl': expected forward-kl, reverse-kl, tv"),
         (["layerskip", "--model", "parts/layerskip"], "--out parts would write over the model"),
         (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),
