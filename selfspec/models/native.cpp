@@ -35,11 +35,8 @@
 constexpr int ROWS = V >= 16 ? 12 : 8;  // rows that a weight is read once for, as far as registers reach
 constexpr int MANY = 8;                  // of many rows: fewer stay nearer, while other weights are read
 constexpr int PACKED = V >= 8 ? 6 : 0;   // rows that are laid side by side first, where vectors are long
-constexpr int ONCE = 12;                 // such rows that a weight is read once for: more wait less while it comes
-
+constexpr int ONCE = 12;                 // such rows that a weight is read once for, where it is not fetched beforehand
 constexpr int64_t AHEAD = 4096;          // bytes from weights that are multiplied to those that are prefetched: of rows, at least
-constexpr bool FETCHES = V >= 16;        // whether turns share in fetching what is multiplied after them: short vectors gain nothing
-constexpr int FEWEST = 4;                // rows of a turn, at least, where more than `ONCE` rows take several turns
 
 typedef float floats __attribute__((vector_size(V * 4), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(V * 4), aligned(4)));
@@ -381,6 +378,10 @@ template <int K> constexpr int64_t row_bytes(int64_t in) {
     return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 || K == PAIRED ? 2 * in : in * bits_of(K) / 8;
 }
 
+// Whether weights are fetched in the order of memory while others are multiplied. Rows then take turns, `PACKED` at most in each,
+// and each turn loads the weights anew, which short vectors do too slowly where they convert numbers as well.
+template <int K> constexpr bool fetches() { return PACKED > 0 && !grouped(K) && (V >= 16 || K == FLOAT32); }
+
 // V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
 template <int K> INLINE floats load(const char *row, int64_t k) {
     if constexpr (K == FLOAT32) return at((const float *)row + k);
@@ -402,10 +403,17 @@ struct Ahead {
     int64_t row, skip, step;
 };
 
-// Fetches a step's bytes: `BYTES` into the first-level cache alone; or, if that is 0, `step` into the second, as the first has
-// room only for what is multiplied now.
-template <int BYTES> INLINE void fetch(Ahead &ahead) {
-    if constexpr (BYTES > 0) {
+// What a step fetches: the weights of the next outputs side by side, into the first-level cache alone; or a step's bytes (ALL), or
+// this turn's share of them (SHARE), in the order of memory into the second, as the first has room only for what is multiplied now.
+enum Fetch { SIDE_BY_SIDE, ALL, SHARE };
+
+// Fetches for a step that multiplies `BYTES` of weights.
+template <int BYTES, Fetch FETCH> INLINE void fetch(Ahead &ahead) {
+    if constexpr (FETCH == ALL) {
+#pragma GCC unroll 8
+        for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead.from + i, 0, 2);
+        ahead.from += BYTES;
+    } else if constexpr (FETCH == SIDE_BY_SIDE) {
 #pragma GCC unroll 8
         for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead.from + i, 0, 0);
         ahead.from += BYTES;
@@ -419,13 +427,13 @@ template <int BYTES> INLINE void fetch(Ahead &ahead) {
 
 // Adds products of inputs k to `end` of R rows with the weights of O outputs from `from` on, each `row` bytes after the one
 // before. `SIDE`: a vector of each of the rows, then the next ones, lie side by side in `x`. Returns the inputs done.
-template <int K, int R, int O, bool SIDE, bool FETCH>
+template <int K, int R, int O, bool SIDE, Fetch FETCH>
 INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, int64_t k, int64_t end, Ahead ahead, floats (&a)[R][O]) {
     for (; k + V <= end; k += V) {
         floats weights[O];
 #pragma GCC unroll 12
         for (int i = 0; i < O; i++) weights[i] = load<K>(from + i * row, k);
-        fetch<FETCH ? 0 : O * (int)row_bytes<K>(V)>(ahead);
+        fetch<O * (int)row_bytes<K>(V), FETCH>(ahead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const float *const from_row = SIDE ? x + k * R + r * V : x + r * ldx + k;
@@ -439,7 +447,7 @@ INLINE int64_t sums(const char *from, int64_t row, const float *x, int64_t ldx, 
 
 #if defined(PAIRS)
 // The same of PAIRED weights, with `in` inputs; rows in bfloat16 lie side by side in vectors of 2 V numbers.
-template <int R, int O, bool FETCH>
+template <int R, int O, Fetch FETCH>
 INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int64_t k, int64_t end, int64_t in, Ahead ahead, floats (&a)[R][O]) {
     for (; k < end; k += 2 * V) {
         __m512i weights[O];
@@ -449,7 +457,7 @@ INLINE void sums_of_pairs(const char *from, int64_t row, const uint16_t *x, int6
             const char *const at = from + i * row + 2 * k;
             weights[i] = some == ~0u ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16(some, at);
         }
-        fetch<FETCH ? 0 : O * (int)row_bytes<PAIRED>(2 * V)>(ahead);
+        fetch<O * (int)row_bytes<PAIRED>(2 * V), FETCH>(ahead);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const __m512i of_row = (__m512i)held((floats)_mm512_loadu_si512(x + k * R + r * 2 * V));
@@ -509,7 +517,7 @@ struct Rows {
 template <bool SIDE> INLINE const float *rows_at(const Rows &rows) { return SIDE ? (const float *)rows.side : rows.x; }
 
 // The sums of R rows with O outputs over the inputs that `rows` covers. Returns the inputs done.
-template <int K, int R, int O, bool SIDE, bool FETCH>
+template <int K, int R, int O, bool SIDE, Fetch FETCH>
 INLINE int64_t sums_of_inputs(const Weight &w, const char *from, int64_t row, const Rows &rows, Ahead ahead, floats (&a)[R][O]) {
 #if defined(PAIRS)
     if constexpr (K == PAIRED) {
@@ -527,7 +535,7 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
     const char *from = w.values + o * row;
     floats a[R][O] = {};
     int64_t k = w.in;
-    constexpr bool IN_PARTS = SIDE && !grouped(K), FETCH = FETCHES && IN_PARTS && R >= FEWEST && R <= PACKED && O > 1;
+    constexpr bool IN_PARTS = SIDE && !grouped(K), FETCHES = IN_PARTS && fetches<K>() && R <= PACKED && O > 1;
     if (IN_PARTS && rows.from > 0) {  // one by one, as compilers keep what `memcpy` reads in memory
 #pragma GCC unroll 24
         for (int i = 0; i < R * O; i++) a[i / O][i % O] = kept[i];
@@ -536,16 +544,17 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
         sums_of_decoded<R, O, SIDE>(w, o, rows_at<SIDE>(rows), rows.ldx, a);
     else if constexpr (grouped(K))
         sums_of_blocks<K, R, O>(w, o, rows_at<SIDE>(rows), rows.ldx, a);
-    else if (FETCH && rows.next) {
+    else if (FETCHES && rows.next) {
         constexpr int STEP = K == PAIRED ? 2 * V : V;
         const int64_t step = O * row_bytes<K>(STEP) / rows.turns;
         const Ahead ahead = {from + rows.next + O * row * rows.turn / rows.turns + rows.from / STEP * step, nullptr, 0, 0, step};
-        k = sums_of_inputs<K, R, O, SIDE, FETCH>(w, from, row, rows, ahead, a);
+        k = rows.turns > 1 ? sums_of_inputs<K, R, O, SIDE, SHARE>(w, from, row, rows, ahead, a)
+                           : sums_of_inputs<K, R, O, SIDE, ALL>(w, from, row, rows, ahead, a);
     } else {
         constexpr int64_t LEAST = O > 2 ? AHEAD : 2 * AHEAD;  // the step of fewer outputs takes less time
         const int64_t piece = row_bytes<K>(rows.to - rows.from), other = o + O * (1 + LEAST / (O * piece + 1));
         const char *const next = other < to ? w.values + other * row + row_bytes<K>(rows.from) : rows.after + (other - to) * row;
-        k = sums_of_inputs<K, R, O, SIDE, false>(w, from, row, rows, {next, next + piece, row, row - piece, 0}, a);
+        k = sums_of_inputs<K, R, O, SIDE, SIDE_BY_SIDE>(w, from, row, rows, {next, next + piece, row, row - piece, 0}, a);
     }
     if (IN_PARTS && !rows.last) {
 #pragma GCC unroll 24
@@ -563,7 +572,7 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
 
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
-    if (SIDE) return R <= PACKED ? (V >= 16 ? 4 : 2) : V < 16 ? 1 : R <= 8 ? 3 : 2;
+    if (SIDE) return R <= PACKED ? (V >= 16 || R <= 2 ? 4 : 2) : V < 16 ? 1 : R <= 8 ? 3 : 2;
     if (V >= 16) return R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
@@ -577,8 +586,8 @@ INLINE void outputs(const Weight &w, int64_t from, int64_t to, const Rows &rows,
 }
 
 // Rows that lie side by side for `rows` rows, `ONCE` at most: where long vectors make further rows nearly free, the compiler
-// makes no code of its own for each number.
-constexpr int room(int64_t rows) { return V < 16 || rows <= PACKED ? rows : rows <= 8 ? 8 : ONCE; }
+// makes no code of its own for each number. A single row gets an empty one beside it: weights then come up to a tenth faster.
+constexpr int room(int64_t rows) { return V >= 16 && rows == 1 ? 2 : V < 16 || rows <= PACKED ? rows : rows <= 8 ? 8 : ONCE; }
 
 // The same of as many rows as there are, R at most.
 template <int K, int R, bool SIDE>
@@ -623,16 +632,17 @@ static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t 
 }
 #endif
 
-constexpr int64_t NEAR_BYTES = FETCHES ? 1 << 17 : 1 << 18;  // of weights, which stay near while such rows are multiplied with them
+// Bytes of weights that stay near while such rows are multiplied with them, and others are fetched.
+template <int K> constexpr int64_t near_bytes() { return fetches<K>() ? 1 << 17 : 1 << 18; }
 constexpr int64_t NEAREST_BYTES = 7 << 12;  // of rows side by side that are multiplied at once with as much of weights
 
 template <int K>
 static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
     constexpr bool SIDES = PACKED > 0 && (K == SUPER4 || !grouped(K));
-    constexpr int FEW = K == PAIRED ? 0 : SIDES ? 2 : ROWS;  // that are read where they are
+    constexpr int FEW = fetches<K>() ? 0 : SIDES ? 2 : ROWS;  // that are read where they are
     using Number = std::conditional_t<K == PAIRED, uint16_t, float>;
     const bool beside = SIDES && rows > FEW, in_parts = beside && !grouped(K);
-    constexpr int MOST = K == SUPER4 && V >= 16 ? MANY : ONCE, STEP = K == PAIRED ? 2 * V : V;
+    constexpr int MOST = fetches<K>() ? PACKED : K == SUPER4 && V >= 16 ? MANY : ONCE, STEP = K == PAIRED ? 2 * V : V;
     const int64_t at_once = beside ? (rows <= MOST || K == SUPER4 ? MOST : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
     const int64_t times = (rows + at_once - 1) / at_once, in = (K == PAIRED ? w.in + STEP - 1 : w.in) / STEP * STEP;
     const int64_t each = room((rows + times - 1) / times) * in, row = row_bytes<K>(w.in);  // numbers of rows side by side
@@ -641,7 +651,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     floats *kept_sums = nullptr;
     if (beside) {
         if (in_parts) parts = 1 + each * (int64_t)sizeof(Number) / (NEAREST_BYTES + 1);
-        near = times > 1 ? NEAR_BYTES / row / 4 * 4 : to - from;
+        near = fetches<K>() || times > 1 ? near_bytes<K>() / row / 4 * 4 : to - from;
         near = near < 4 ? 4 : parts > 1 && near > 24 ? 24 : near;
         if (near < to - from) near = ((to - from) / ((to - from + near - 1) / near) + 3) / 4 * 4;  // as many each time
         static thread_local Kept kept;
@@ -655,7 +665,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     }
     for (; from < to; from += near)
         for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
-            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first, next = times > 1 && end < to ? near * row : 0;
+            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first, next = fetches<K>() && end < to ? near * row : 0;
             Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums, i, times, next, w.values + end * row};
             float *const out = y + first * ldy;
             if (!beside) {
