@@ -4,7 +4,8 @@ A round is of one sequence or of several, each in its own cache row. The next on
 the last one, so that the device never waits for the host. Each row's root, number of cached tokens and end therefore
 stay on the device, and a round is read in one transfer.
 
-On by default on GPUs, see `ENV_VAR`.
+On by default on GPUs for what a GPU has run with Triton kernels: one sequence, greedily or by the rule `match`. The
+rest, and GPUs without these kernels, need `ENV_VAR`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from selfspec.types.acceptance import PROBABILITY, Confidence
 from selfspec.types.controller import StoppingRule
 from selfspec.types.draft_work import passes_of
 
-ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 0 runs rounds on the host
+ENV_VAR = "SELFSPEC_DEVICE_ROUND"  # environment variable: 0 runs rounds on the host, 1 all that can on the device
 LENGTHS = (1, 2, 4, 6, 8, 12)  # draft lengths of captured rounds, besides 0: plain decode steps
 _ENDS = 16  # most end-of-sequence tokens
 _log = logging.getLogger("selfspec")
@@ -161,6 +162,7 @@ class DeviceRounds:
         self._graphs, self._full, self._cache = graphs, full, graphs.passes.cache
         device, rows = graphs.device, self._cache.rows
         self._device = device
+        self._all = switched(ENV_VAR) is True  # also rounds that no GPU has run with Triton kernels
         self._state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         self._ends = torch.full((rows, _ENDS), -1, device=device)
         self._steps = torch.arange(TREE_ROWS, device=device)
@@ -178,6 +180,8 @@ class DeviceRounds:
 
         Kernels that read the KV length on the device take a number of tokens at most.
         """
+        if not self._all and (len(seqs) > 1 or seqs[0].verification_rule() in SAMPLED):
+            return -1
         block = block_of([seq.row for seq in seqs], self._cache.rows)
         most = ROWS // (block.stop - block.start) if self._graphs.passes.reads_lengths else TREE_ROWS
         return min(most, TREE_ROWS) - 1

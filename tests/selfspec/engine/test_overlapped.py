@@ -22,6 +22,7 @@ from selfspec.controllers import FixedK
 from selfspec.drafters import Guard, LayerSkipDrafter, PlainDrafter
 from selfspec.engine.engine import Engine, decode
 from selfspec.models.low_precision import fake
+from selfspec.runtime.device_rounds import DeviceRounds
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.runtime.workspace import Scratch
 from selfspec.speculation.sampling import Sampler
@@ -276,6 +277,21 @@ def test_off_by_default_on_a_cpu(model, monkeypatch):
     runtime = device(model)
     run(runtime, LayerSkipDrafter(runtime, PATH, FixedK(4)), PROMPT, 20)
     assert runtime.device_rounds is None
+
+
+def test_what_no_gpu_has_run_needs_the_variable(model, monkeypatch):
+    """Several sequences, and the rules `token` and `block`, with Triton kernels."""
+    runtime = device(model)
+    samplers = {**SAMPLERS, "token": lambda: Sampler(temperature=0.7)}
+    seqs = {name: SequenceState(list(PROMPT), 9, sampler()) for name, sampler in samplers.items()}
+    with runtime.session(100):
+        rounds = runtime.device_rounds
+        assert all(rounds.widest([seq]) > 0 for seq in seqs.values())
+        assert rounds.widest([seqs["greedy"]] * 2) > 0
+        monkeypatch.delenv("SELFSPEC_DEVICE_ROUND")
+        rounds = DeviceRounds(runtime._graphs, runtime._full)
+        assert {name for name, seq in seqs.items() if rounds.widest([seq]) > 0} == set(SAMPLERS)
+        assert rounds.widest([seqs["greedy"]] * 2) < 0
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 
 import torch
@@ -14,7 +15,9 @@ from selfspec import builtin
 from selfspec.controllers import FixedK
 from selfspec.drafters import LayerSkipDrafter, PlainDrafter
 from selfspec.llm.options import Options
+from selfspec.runtime.device_rounds import ENV_VAR
 
+os.environ[ENV_VAR] = "1"  # rounds of several sequences too
 part = Part("batches")
 as_on_cuda(part)
 llm = load_widened(part, 48)
