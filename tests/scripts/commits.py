@@ -38,20 +38,25 @@ import selfspec
 from selfspec import builtin
 from selfspec.drafters import PlainDrafter
 try:
-    from selfspec.engine.engine import decode
     from selfspec.models import layout as layouts
     from selfspec.models.loading import load_model
-    from selfspec.types.draft_path import SkipSet
-    try:
-        from selfspec.measure.model_copies import widen
-    except ImportError:  # before widening stood beside the copies
-        from selfspec.models.widen import widen
 except ImportError:  # before the rooms were renamed
     from selfspec.decoding.loop import decode
     from selfspec.facts.skip import SkipSet
     from selfspec.model import layout as layouts
     from selfspec.model.loading import load_model
     from selfspec.model.widen import widen
+else:
+    try:
+        from selfspec.engine.engine import decode
+        from selfspec.types.draft_path import SkipSet
+    except ImportError:  # before modules were merged
+        from selfspec.engine.loop import decode
+        from selfspec.types.skip import SkipSet
+    try:
+        from selfspec.measure.model_copies import widen
+    except ImportError:  # before widening stood beside the copies
+        from selfspec.models.widen import widen
 from selfspec.profile import find_profile_file
 from selfspec.runtime.forward import LeanRuntime
 from selfspec.speculation.rules import find_rule
