@@ -378,8 +378,8 @@ template <int K> constexpr int64_t row_bytes(int64_t in) {
     return K == FLOAT32 ? 4 * in : K == BFLOAT16 || K == FLOAT16 || K == PAIRED ? 2 * in : in * bits_of(K) / 8;
 }
 
-// Whether weights are fetched in the order of memory while others are multiplied. Rows then take turns, `PACKED` at most in each,
-// and each turn loads the weights anew, which short vectors do too slowly where they convert numbers as well.
+// Whether weights are fetched from far ahead while others are multiplied. Rows then take turns, `PACKED` at most in each, and each
+// turn loads the weights anew, which short vectors do too slowly where they convert numbers as well.
 template <int K> constexpr bool fetches() { return PACKED > 0 && !grouped(K) && (V >= 16 || K == FLOAT32); }
 
 // V values of a weight's row from input k on, of FLOAT32 or BFLOAT16.
@@ -403,9 +403,9 @@ struct Ahead {
     int64_t row, skip, step;
 };
 
-// What a step fetches: the weights of the next outputs side by side, into the first-level cache alone; or a step's bytes (ALL), or
-// this turn's share of them (SHARE), in the order of memory into the second, as the first has room only for what is multiplied now.
-enum Fetch { SIDE_BY_SIDE, ALL, SHARE };
+// What a step fetches: what comes some KB later, into the first-level cache alone (SOON); or what comes after all turns, into the
+// second, as the first has room only for what is multiplied now: a step's bytes (ALL), or this turn's share of them (SHARE).
+enum Fetch { SOON, ALL, SHARE };
 
 // Fetches for a step that multiplies `BYTES` of weights.
 template <int BYTES, Fetch FETCH> INLINE void fetch(Ahead &ahead) {
@@ -413,7 +413,7 @@ template <int BYTES, Fetch FETCH> INLINE void fetch(Ahead &ahead) {
 #pragma GCC unroll 8
         for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead.from + i, 0, 2);
         ahead.from += BYTES;
-    } else if constexpr (FETCH == SIDE_BY_SIDE) {
+    } else if constexpr (FETCH == SOON) {
 #pragma GCC unroll 8
         for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(ahead.from + i, 0, 0);
         ahead.from += BYTES;
@@ -554,7 +554,7 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
         constexpr int64_t LEAST = O > 2 ? AHEAD : 2 * AHEAD;  // the step of fewer outputs takes less time
         const int64_t piece = row_bytes<K>(rows.to - rows.from), other = o + O * (1 + LEAST / (O * piece + 1));
         const char *const next = other < to ? w.values + other * row + row_bytes<K>(rows.from) : rows.after + (other - to) * row;
-        k = sums_of_inputs<K, R, O, SIDE, SIDE_BY_SIDE>(w, from, row, rows, {next, next + piece, row, row - piece, 0}, a);
+        k = sums_of_inputs<K, R, O, SIDE, SOON>(w, from, row, rows, {next, next + piece, row, row - piece, 0}, a);
     }
     if (IN_PARTS && !rows.last) {
 #pragma GCC unroll 24
@@ -572,7 +572,7 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
 
 // Outputs of R rows that are multiplied at once.
 template <int R, bool SIDE> constexpr int outputs_at_once() {
-    if (SIDE) return R <= PACKED ? (V >= 16 || R <= 2 ? 4 : 2) : V < 16 ? 1 : R <= 8 ? 3 : 2;
+    if (SIDE) return R <= PACKED ? (V >= 16 || R <= 2 ? 4 : 2) : V < 16 ? 1 : 3;
     if (V >= 16) return R <= 6 ? 4 : 2;
     return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1;
 }
@@ -585,16 +585,16 @@ INLINE void outputs(const Weight &w, int64_t from, int64_t to, const Rows &rows,
     for (; o < to; o++) block<K, R, 1, SIDE>(w, o, to, rows, rows.sums + (o - from) * R, y, ldy, add);
 }
 
-// Rows that lie side by side for `rows` rows, `ONCE` at most: where long vectors make further rows nearly free, the compiler
-// makes no code of its own for each number. A single row gets an empty one beside it: weights then come up to a tenth faster.
-constexpr int room(int64_t rows) { return V >= 16 && rows == 1 ? 2 : V < 16 || rows <= PACKED ? rows : rows <= 8 ? 8 : ONCE; }
+// Rows that lie side by side for `rows` rows of a turn: where long vectors make further rows nearly free, the compiler makes no
+// code of its own for each number. A single row gets an empty one beside it: weights then come up to a tenth faster.
+constexpr int room(int64_t rows) { return V >= 16 && rows == 1 ? 2 : V < 16 || rows <= PACKED ? rows : MANY; }
 
 // The same of as many rows as there are, R at most.
 template <int K, int R, bool SIDE>
 INLINE void of_rows(const Weight &w, int64_t from, int64_t to, const Rows &rows, float *y, int64_t ldy, bool add) {
     if constexpr (R > 0) {
         if ((SIDE ? room(rows.n) : rows.n) == R) return outputs<K, R, SIDE>(w, from, to, rows, y, ldy, add);
-        constexpr int FEWER = !SIDE || V < 16 || R <= PACKED ? R - 1 : R > 8 ? 8 : PACKED;
+        constexpr int FEWER = !SIDE || V < 16 || R <= PACKED ? R - 1 : PACKED;
         return of_rows<K, FEWER, SIDE>(w, from, to, rows, y, ldy, add);
     }
 }
@@ -632,12 +632,12 @@ static void lay_side_by_side(const float *x, int64_t ldx, int64_t rows, int64_t 
 }
 #endif
 
-// Bytes of weights that stay near while such rows are multiplied with them, and others are fetched.
-template <int K> constexpr int64_t near_bytes() { return fetches<K>() ? 1 << 17 : 1 << 18; }
+constexpr int64_t MOST_TURNS = 8;           // in which short vectors share in fetching
 constexpr int64_t NEAREST_BYTES = 7 << 12;  // of rows side by side that are multiplied at once with as much of weights
 
 template <int K>
 static void part(const Weight &w, int64_t from, int64_t to, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, bool add) {
+    if (from >= to) return;
     constexpr bool SIDES = PACKED > 0 && (K == SUPER4 || !grouped(K));
     constexpr int FEW = fetches<K>() ? 0 : SIDES ? 2 : ROWS;  // that are read where they are
     using Number = std::conditional_t<K == PAIRED, uint16_t, float>;
@@ -646,12 +646,14 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     const int64_t at_once = beside ? (rows <= MOST || K == SUPER4 ? MOST : PACKED) : rows > 2 * ROWS ? MANY : ROWS;
     const int64_t times = (rows + at_once - 1) / at_once, in = (K == PAIRED ? w.in + STEP - 1 : w.in) / STEP * STEP;
     const int64_t each = room((rows + times - 1) / times) * in, row = row_bytes<K>(w.in);  // numbers of rows side by side
+    // Of more turns, the shares of a short step's bytes are too small.
+    const bool far = fetches<K>() && (V >= 16 || times <= MOST_TURNS);
     int64_t near = 64, parts = 1;  // outputs whose weights stay near while all rows are multiplied with them; parts of inputs
     Number *side = nullptr;
     floats *kept_sums = nullptr;
     if (beside) {
         if (in_parts) parts = 1 + each * (int64_t)sizeof(Number) / (NEAREST_BYTES + 1);
-        near = fetches<K>() || times > 1 ? near_bytes<K>() / row / 4 * 4 : to - from;
+        near = far || times > 1 ? (far ? 1 << 17 : 1 << 18) / (row ? row : 1) / 4 * 4 : to - from;  // while others are fetched
         near = near < 4 ? 4 : parts > 1 && near > 24 ? 24 : near;
         if (near < to - from) near = ((to - from) / ((to - from + near - 1) / near) + 3) / 4 * 4;  // as many each time
         static thread_local Kept kept;
@@ -665,7 +667,7 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     }
     for (; from < to; from += near)
         for (int64_t i = 0, end = from + near < to ? from + near : to; i < times; i++) {
-            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first, next = fetches<K>() && end < to ? near * row : 0;
+            const int64_t first = rows * i / times, n = rows * (i + 1) / times - first, next = far && end < to ? near * row : 0;
             Rows these = {n, x + first * ldx, ldx, side + i * each, 0, in, true, kept_sums, i, times, next, w.values + end * row};
             float *const out = y + first * ldy;
             if (!beside) {

@@ -198,7 +198,7 @@ class LeanRuntime(Runtime):
     def warm_up(self, path: CompiledPath, row: int, start: int, *, hidden: Sequence[int] = ()) -> None:
         """Capture passes as `Runtime.warm_up` does, verification passes over up to `WARM_ROWS` tokens.
 
-        Where rounds run on the device, each is captured when it first occurs, and passes beside them are few. Of a
+        Where rounds can run on the device, each is captured when it first occurs, and so are passes beside them. Of a
         prompt of `COPIED` tokens and more, the int8 copies of keys and values are made, which would else make the first
         draft several times as long.
         """
