@@ -498,8 +498,8 @@ template <int R, int O> INLINE void put_all(const Weight &w, int64_t o, int64_t 
     }
 }
 
-// What a block of products is of: `n` rows, which lie side by side in `side` too if they are many, filled up as `room` says, and
-// the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there. All rows are multiplied with
+// What a block of products is of: `n` rows, which lie side by side in `side` too where `part` lays them so, filled up as `room`
+// says, and the inputs that it covers. Sums of fewer than all inputs are kept in `sums`, and go on from there. All rows are multiplied with
 // the same weights in `turns` turns, of which this is number `turn`; each fetches its share of the weights `next` bytes after
 // those, if that is not 0. `after`: the weights that follow these outputs and inputs, to be prefetched; it may lie past the end.
 struct Rows {
@@ -535,7 +535,7 @@ INLINE void block(const Weight &w, int64_t o, int64_t to, const Rows &rows, floa
     const char *from = w.values + o * row;
     floats a[R][O] = {};
     int64_t k = w.in;
-    constexpr bool IN_PARTS = SIDE && !grouped(K), FETCHES = IN_PARTS && fetches<K>() && R <= PACKED && O > 1;
+    constexpr bool IN_PARTS = SIDE && !grouped(K), FETCHES = SIDE && fetches<K>() && O > 1;
     if (IN_PARTS && rows.from > 0) {  // one by one, as compilers keep what `memcpy` reads in memory
 #pragma GCC unroll 24
         for (int i = 0; i < R * O; i++) a[i / O][i % O] = kept[i];
@@ -653,7 +653,8 @@ static void part(const Weight &w, int64_t from, int64_t to, const float *x, int6
     floats *kept_sums = nullptr;
     if (beside) {
         if (in_parts) parts = 1 + each * (int64_t)sizeof(Number) / (NEAREST_BYTES + 1);
-        near = far || times > 1 ? (far ? 1 << 17 : 1 << 18) / (row ? row : 1) / 4 * 4 : to - from;  // while others are fetched
+        const int64_t near_bytes = far ? 1 << 17 : 1 << 18;  // of weights, while others are fetched or rows take turns
+        near = far || times > 1 ? near_bytes / (row ? row : 1) / 4 * 4 : to - from;
         near = near < 4 ? 4 : parts > 1 && near > 24 ? 24 : near;
         if (near < to - from) near = ((to - from) / ((to - from + near - 1) / near) + 3) / 4 * 4;  // as many each time
         static thread_local Kept kept;

@@ -150,6 +150,9 @@ class Flight:
 class DeviceRounds:
     """The captured rounds of one cache. `full`: the whole model's path.
 
+    `everything`: also rounds that no GPU has run with Triton kernels, those of several sequences and of the rules
+    `token` and `block`.
+
     A round reads the tensors `_state` (of each cache row: the root, its slot, and the most tokens that the sequence may
     ever have, and how many random numbers its sampler has used), `_ends`, `_rules` (the stopping rules), and `_noise`
     or `_numbers`. It is over all rows of a block, see `block_of`. A row without a sequence, or whose sequence has
@@ -157,12 +160,12 @@ class DeviceRounds:
     most tokens are 0.
     """
 
-    def __init__(self, graphs: Graphs, full: CompiledPath) -> None:
+    def __init__(self, graphs: Graphs, full: CompiledPath, *, everything: bool) -> None:
         assert isinstance(full, LeanPath)
         self._graphs, self._full, self._cache = graphs, full, graphs.passes.cache
         device, rows = graphs.device, self._cache.rows
         self._device = device
-        self._all = switched(ENV_VAR) is True  # also rounds that no GPU has run with Triton kernels
+        self._everything = everything
         self._state = torch.zeros(rows, 4, dtype=torch.long, device=device)
         self._ends = torch.full((rows, _ENDS), -1, device=device)
         self._steps = torch.arange(TREE_ROWS, device=device)
@@ -180,7 +183,7 @@ class DeviceRounds:
 
         Kernels that read the KV length on the device take a number of tokens at most.
         """
-        if not self._all and (len(seqs) > 1 or seqs[0].verification_rule() in SAMPLED):
+        if not self._everything and (len(seqs) > 1 or seqs[0].verification_rule() in SAMPLED):
             return -1
         block = block_of([seq.row for seq in seqs], self._cache.rows)
         most = ROWS // (block.stop - block.start) if self._graphs.passes.reads_lengths else TREE_ROWS
@@ -532,4 +535,4 @@ def device_rounds(graphs: Graphs | None, full: CompiledPath) -> DeviceRounds | N
         return None
     on = switched(ENV_VAR)
     exact = graphs.device.type == "cuda" and graphs.passes.reads_lengths
-    return DeviceRounds(graphs, full) if (exact if on is None else on) else None
+    return DeviceRounds(graphs, full, everything=on is True) if (exact if on is None else on) else None

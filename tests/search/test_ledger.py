@@ -268,7 +268,7 @@ def test_a_database_of_another_optuna_is_an_error_of_one_line(monkeypatch, tmp_p
 
 
 def test_a_study_goes_on_where_weights_are_held_otherwise(tmp_path):
-    """As on another machine, where another layout is the fastest."""
+    """Another machine may hold the same weights in 16 bits; the device, in contrast, has to be the same."""
     made, path = {"name": "a", "held": None, "device": "cpu"}, tmp_path / "trials.jsonl"
     Ledger(path, settings=made)
     assert Ledger(path, settings={**made, "held": "bfloat16"}).settings["held"] is None
