@@ -37,6 +37,7 @@ from .storage import MEMORY, display_name, is_database, open_storage, resolve_st
 from .strategies import Gains
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of data not as written
+_FINISHED = "finished "  # begins the names of study attributes
 PATIENCE = 10.0  # a worker's claim lapses after a minute plus this many times the seconds of the longest trial
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class Ledger:
         self._where = where = resolve_storage(where)
         self._begun = time.time()
         self._records: dict[str, Any] = {}
-        self._finishers: list[tuple[str, float]] = []
+        self._finishers: list[tuple[str, float, str, int]] = []  # worker, time, host, process
         self._read: set[int] = set()
         storage = open_storage(where, write=settings is not None)
         with self._errors():
@@ -224,7 +225,8 @@ class Ledger:
         if trial.state == TrialState.FAIL:
             key, value = attrs["kind"], attrs["value"]
             if key == "finish":
-                self._finishers.append((str(value["worker"]), float(value["time"])))
+                host, process = str(value.get("host", "")), int(value.get("process", 0))
+                self._finishers.append((str(value["worker"]), float(value["time"]), host, process))
             else:
                 self._records.setdefault(key, _RECORDS[key](value))
         else:
@@ -234,13 +236,27 @@ class Ledger:
             self.scores.setdefault(score.path, score)
 
     def claim_finish(self) -> bool:
-        """Return whether this worker measures the finalists: the first running worker of the study that asks does."""
+        """Return whether this worker measures the finalists: the first running worker of the study that asks does.
+
+        A worker that died before `mark_finished` does not count.
+        """
+        value = {"worker": self.worker, "time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
         with self._errors():
-            value = {"worker": self.worker, "time": time.time()}
             self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"kind": "finish", "value": value}))
+            finished = [key for key in self._study.user_attrs if key.startswith(_FINISHED)]
         self.refresh()
-        first = next(worker for worker, asked in self._finishers if worker == self.worker or asked > self._begun)
+        first = next(
+            worker
+            for worker, asked, host, process in self._finishers
+            if worker == self.worker
+            or (asked > self._begun and (f"{_FINISHED}{worker}" in finished or not _has_died(host, process)))
+        )
         return first == self.worker
+
+    def mark_finished(self) -> None:
+        """Record that this worker has measured the finalists."""
+        with self._errors():
+            self._study.set_user_attr(f"{_FINISHED}{self.worker}", True)
 
     def claim(self, path: DraftPath | None) -> None:
         """Claim the path that this worker is about to score; None releases the claim."""

@@ -199,7 +199,7 @@ class SearchOptions:
         _method(
             min=1,
             metavar="N",
-            help="Context length at which costs are measured; the prompts' length by default.",
+            help="Context length at which costs are measured; by default the texts' mean one.",
             hidden=True,
         ),
     ] = None

@@ -21,6 +21,7 @@ from selfspec.draft_modules.int4_quantization import (
     open_int4,
     write_int4,
 )
+from selfspec.draft_modules.module_files import part_kind
 from selfspec.llm.default_profile import DRAFTED, profile_by_rate
 from selfspec.llm.llm import LLM
 from selfspec.llm.prompt_encoding import fit_prompt, takes_messages
@@ -185,11 +186,18 @@ class QuantizedModel:
 
 
 def check_quantized_out(out: Path) -> None:
-    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it."""
+    """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it.
+
+    A file at `out` is replaced only if it holds such weights: not a model's own, say; and a profile only with them.
+    """
     if out.suffix != SUFFIX:
         raise SelfspecError(f"--out {out}: expected a file whose name ends in {SUFFIX}")
     for file in (out, out.with_suffix(".yaml")):
         check_writable(file)
+    if kind(out) == "file" and part_kind(out) != INT4:
+        raise SelfspecError(f"--out {out} is a file without int4 weights of selfspec; expected another path")
+    if kind(out) == "missing" and kind(beside := out.with_suffix(".yaml")) == "file":
+        raise SelfspecError(f"--out {out}: the weights' profile would replace {beside}; expected another path")
 
 
 def quantize(

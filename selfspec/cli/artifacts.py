@@ -36,7 +36,7 @@ from selfspec.proposers.history import AnswerHistory, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.datasets_prompts import text_files
 from selfspec.text.prompt_files import read_texts
-from selfspec.training.options import check_kind
+from selfspec.training.options import KINDS, check_kind
 
 if TYPE_CHECKING:
     from selfspec.export.exporting import Exported
@@ -53,6 +53,7 @@ def run_train(command: TrainCommand) -> int:
     model = model_for(command.model, profile_named(command.profile))
     if kind in ("distill", "layerskip") and Path(model).resolve() == (command.out / kind).resolve():
         raise SelfspecError(f"--out {command.out} would write over the model; expected another folder")
+    _check_profile_kept(command.out, command.profile, kind)
     if command.train_options.student is not None:
         check_at_hand(command.train_options.student)
     prompts = command.data.read()
@@ -142,9 +143,17 @@ def print_usage(profiles: Sequence[Path], console: Console, *, model: Path | Non
         console.print(f"saved {path}; use it with: {command}", markup=False, soft_wrap=True)
 
 
+def _check_profile_kept(out: Path, profile: str | None, *kinds: str) -> None:
+    """Raise `SelfspecError` if the profiles of a draft module of one of `kinds` in `out` would replace `profile`."""
+    for name in kinds:
+        for file in (f"{name}.yaml", f"{name}-below.yaml"):
+            check_not_read(out / file, profile, what="the profile that is given")
+
+
 def run_convert(command: ConvertCommand) -> None:
     """Check the folders, load the model, and write the draft module and its profiles. Raises `SelfspecError`."""
     quiet()
+    _check_profile_kept(command.out, command.profile, *KINDS)
     model = model_for(command.model, profile_named(command.profile))
     command.device_options.set_threads()
 
@@ -219,8 +228,8 @@ def run_index(options: IndexCommand) -> None:
             check_not_read(options.out, *(text_files(Path(path)) if kind(Path(path)) == "folder" else [path]))
     existing: list[tuple[int, ...]] = []
     vocabulary = read_identity(model).vocabulary or 0
-    if options.add and kind(options.out) != "missing":
-        store = Store(options.out)
+    store = Store(options.out) if kind(options.out) == "file" else None  # no other file is written over
+    if options.add and store is not None:
         store.check(vocabulary)
         existing = list(store)
     template = unescape_newlines(options.template)

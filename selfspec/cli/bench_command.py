@@ -120,7 +120,7 @@ def run(options: BenchCommand) -> int:
     temperatures = read_temperatures(options.temperature)
     if options.out is not None:
         check_writable(options.out)
-        check_not_read(options.out, options.drafting.profile, options.drafting.store, *methods)
+        check_not_read(options.out, options.drafting.model, options.drafting.profile, options.drafting.store, *methods)
         options.data.check_not_written(options.out, f"--out {options.out}")
     wide = options.widen > 1
     if wide and options.device_options.device_map is not None:

@@ -81,6 +81,8 @@ class _ChatSession:
         refused = False
         for line in _terminal_lines() if self.interactive else _pipe_lines():
             try:
+                if isinstance(line, SelfspecError):
+                    raise line
                 self._handle_line(line)
             except SelfspecError as error:
                 _say(f"error: {' '.join(str(error).split())}")
@@ -245,13 +247,13 @@ def _terminal_lines() -> Iterator[str]:
             return
 
 
-def _pipe_lines() -> Iterator[str]:
-    """Yield the lines of a pipe. Raises `SelfspecError` for a line that is not UTF-8."""
+def _pipe_lines() -> Iterator[str | SelfspecError]:
+    """Yield the lines of a pipe; for a line that is not UTF-8, an error."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
-            raise SelfspecError(f"standard input, line {number}: not UTF-8 text") from None
+            yield SelfspecError(f"standard input, line {number}: not UTF-8 text")
 
 
 def _no_more(name: str, rest: str) -> None:

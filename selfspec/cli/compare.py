@@ -47,7 +47,7 @@ def run(options: CompareCommand) -> int:
         check_profile(named_profile, identity)
     named_methods = _named(options)
     if options.out is not None:
-        check_not_read(options.out, options.profile, *(named_methods or ()))
+        check_not_read(options.out, options.model, options.draft_model, options.profile, *(named_methods or ()))
     raw_prompts = options.data.read(held_out=True)
     options.device_options.set_threads()
 

@@ -46,7 +46,7 @@ def run_many(command: GenerateCommand) -> int:
     request = decoding(command.decoding)
     request.run_as_worker()
     how = request.check()
-    raw_prompts = command.data.read(every=True)
+    raw_prompts = command.data.read(every=True, limit=command.limit)
     assert raw_prompts is not None
     assert command.out is not None
     chat = command.data.chat or raw_prompts.messages
@@ -102,6 +102,8 @@ def _check(command: GenerateCommand) -> None:
     if command.system is not None and not command.data.chat:
         raise SelfspecError("--system is for chats; expected --chat with it")
     command.data.check_not_written(command.out, "--out")
+    if command.decoding.answers is not None and command.decoding.answers.resolve() == command.out.resolve():
+        raise SelfspecError(f"--out {command.out} and --answers name one file; expected two")
     check_writable(command.out)
 
 
@@ -133,6 +135,9 @@ def _finished_indices(out: Path, jobs: Sequence[_Job], limit: int | None) -> set
         return set()
     data = out.read_bytes()
     complete_lines = data[: data.rfind(b"\n") + 1]
+    begun, start = data[len(complete_lines) :], b'{"index": '
+    if not begun.startswith(start) and not start.startswith(begun):
+        raise SelfspecError(f"{out}: its last line is not a result of this command; expected another --out file")
     indices, results = set[int](), list[str]()
     for number, line in enumerate(complete_lines.decode("utf-8", "replace").split("\n")[:-1], start=1):
         try:

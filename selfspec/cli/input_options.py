@@ -51,12 +51,12 @@ class DataOptions:
         bool, _prompts("--chat", help="Apply the model's chat template, with each prompt as a user message.")
     ] = False
 
-    def read(self, *, held_out: bool = False, every: bool = False) -> "Prompts | None":
+    def read(self, *, held_out: bool = False, every: bool = False, limit: int | None = None) -> "Prompts | None":
         r"""Read the prompts that the options name; return None for the built-in prompts.
 
         `held_out`: read the split of a hub data set that searches do not draw from. Each typed `\n` in the template
-        becomes a newline. `every`: use every row, as in `read_prompts`; otherwise print which rows are not used. Raises
-        `SelfspecError`.
+        becomes a newline. `every`: use every row, as in `read_prompts`; otherwise print which rows are not used.
+        `limit`: the most rows of a data set that are read (None: as `every` says). Raises `SelfspecError`.
         """
         from selfspec.text.prompt_files import read_prompts
 
@@ -73,6 +73,7 @@ class DataOptions:
             held_out=held_out,
             chat=self.chat,
             use="every" if every else "first",
+            limit=limit,
         )
         if prompts.note is not None:
             warnings.warn(prompts.note, stacklevel=2)

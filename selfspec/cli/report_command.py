@@ -78,7 +78,7 @@ def _check(options: ReportCommand) -> None:
     check_writable(options.out)
     if options.storage is not None and options.study is None:
         raise SelfspecError(f"--storage {options.storage}: given without --study; expected the study's name, too")
-    read = (options.profile, options.study, options.storage, options.bench)
+    read = (options.model, options.profile, options.study, options.storage, options.bench)
     check_not_read(options.out, *read, what="a file to be shown")
     options.data.check_not_written(options.out, f"--out {options.out}")
 

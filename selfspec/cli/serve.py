@@ -49,6 +49,8 @@ def run(command: ServeCommand) -> int:
     if command.store is not None:
         Store(command.store)
     adapters = _adapters(command.adapter or ())
+    if shared := adapters.keys() & set(command.served_model_name or [model]):
+        raise SelfspecError(f"--adapter {min(shared)}: is the name of the model, too; expected another name")
     if adapters and command.device_options.tensor_parallel:
         raise SelfspecError("--adapter and --tensor-parallel: one process would switch alone; expected one of them")
     command.device_options.set_threads()

@@ -89,6 +89,15 @@ def opened_part(path: Path) -> Iterator[tuple[PartFile, Any]]:
         raise SelfspecError(f"{path}: no trained part can be read from it ({reason(error)})") from None
 
 
+def part_kind(path: Path) -> str | None:
+    """Return the kind of the part in a file; None if it is no part file."""
+    try:
+        with opened_part(path) as (part, _):
+            return part.kind
+    except SelfspecError:
+        return None
+
+
 PATH_KINDS = ("bridge", "adapter")
 
 

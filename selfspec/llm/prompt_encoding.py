@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from selfspec.basics.errors import SelfspecError
 from selfspec.llm.messages import check_system, message, render
 from selfspec.models.loading import load_tokenizer
-from selfspec.text.prompt_template import Prompt, is_chat
+from selfspec.text.prompt_template import Message, Prompt, is_chat
 
 if TYPE_CHECKING:
     from selfspec.llm.llm import LLM
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 def encode(llm: LLM, prompt: Prompt, *, chat: bool = False, system: str | None = None) -> list[int]:
     """Return a prompt's token ids; with `chat`, a text becomes a user's message, after a `system` message if given.
 
-    A list of chat messages is encoded without adding `system`. Raises `SelfspecError` for messages if the tokenizer has
-    no chat template.
+    A list of chat messages that begins with a system message keeps it. Raises `SelfspecError` for messages if the
+    tokenizer has no chat template.
     """
-    if not chat or is_chat(prompt):
+    if not chat:
         return llm.encode(prompt)
-    before = [] if system is None else [message("system", system)]
-    return llm.encode([*before, message("user", prompt)])
+    messages = cast("list[Message]", [*prompt] if is_chat(prompt) else [message("user", prompt)])
+    if system is not None and messages[0].get("role") != "system":
+        messages.insert(0, message("system", system))
+    return llm.encode(messages)
 
 
 def fit(ids: list[int], max_tokens: int, *, framed: bool) -> list[int]:

@@ -141,7 +141,8 @@ def _complete(model: Any, options: Options, prompt: int, ends: frozenset[int]) -
     if base_config is None:
         config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=None))
         config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-        config.top_k = 0 if options.temperature else config.top_k  # greedy decoding ignores top_k
+        sampled = options.temperature or options.settings.get("do_sample")
+        config.top_k = 0 if sampled else config.top_k  # greedy decoding ignores top_k
     else:
         config, _ = model._prepare_generation_config(base_config)
     for name, value in options.settings.items():

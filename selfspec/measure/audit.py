@@ -3,7 +3,8 @@
 Forward passes over different numbers of tokens use different kernels, and below float64 these may round a near-tie
 differently. The noise after a prefix is the largest difference between the logits that passes of different widths
 compute there. The first difference between two outputs is a near-tie if the logits of both tokens lie at most
-`TOLERANCE` times the noise below the best logit. Any other difference is a bug.
+`TOLERANCE` times the noise below the best logit. Any other difference is a bug. Passes are made until they
+tell a near-tie.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,8 +43,9 @@ class Difference:
     `index`: the number of equal new tokens before the difference. `plain` and `other`: the token of each output there;
     None if that output has ended. `gap`: the best logit minus the lower logit of the two tokens, in passes of one
     token; None if one output has ended. `noise`: the largest difference, after the same prefix, between the logits of
-    passes of one token and those of wider passes or of another implementation. `gap` and `noise` are in processed
-    logits; when sampling with a seed, in log probabilities plus the Gumbel noise of the position.
+    passes of one token and those of wider passes or of another implementation, of as many passes as it takes to tell
+    a near-tie, or of all. `gap` and `noise` are in processed logits; when sampling with a seed, in log probabilities
+    plus the Gumbel noise of the position.
     """
 
     index: int
@@ -95,13 +98,20 @@ def first_difference(
         return sampler.noisy_scores(sampler.scores(logits[None], [prefix])[0], len(prefix))
 
     narrow = merits(_logits(runtime, prompt, plain[:index], 1))
-    wide = [_logits(runtime, prompt, plain[:index], width) for width in _WIDTHS if width <= index + 1]
-    wide += [_logits(runtime, prefix, (), width) for width in (1, *_WIDTHS) if width <= len(prefix)]
-    others = [merits(logits) for logits in wide]
-    others += [merits(reference.to(narrow))] if reference is not None else []
-    noise = max(_apart(narrow, merit, other[index]) for merit in others)
-    worse = torch.minimum(narrow[plain[index]], narrow[other[index]])
-    return Difference(index, plain[index], other[index], float(narrow.max() - worse), noise)
+    gap = float(narrow.max() - torch.minimum(narrow[plain[index]], narrow[other[index]]))
+    widths = [width for width in (1, *_WIDTHS) if width <= len(prefix)]
+    others = chain(
+        [] if reference is None else [reference.to(narrow)],
+        (_logits(runtime, prompt, plain[:index], width) for width in _WIDTHS if width <= index + 1),
+        (_logits(runtime, prefix, (), width) for width in widths),
+    )
+    difference = Difference(index, plain[index], other[index], gap, noise=0.0)
+    for logits in others:  # each reads the prompt
+        noise = max(difference.noise, _apart(narrow, merits(logits), other[index]))
+        difference = dataclasses.replace(difference, noise=noise)
+        if difference.near_tie:
+            break
+    return difference
 
 
 def copies_difference(

@@ -293,7 +293,9 @@ class Benchmark:
     @cached_property
     def _pace(self) -> Pace:
         """The speed of plain decoding's passes."""
-        return Pace.from_runtime(self.subjects.plain.runtime, max(self._lengths) + self.task.max_new_tokens)
+        keys = max(self._lengths) + self.task.max_new_tokens
+        bounded = self._measures_profile and self._profile_oracle is not None  # replays have attention masks
+        return Pace.from_runtime(self.subjects.plain.runtime, keys, masks=bounded)
 
     @property
     def _measures_profile(self) -> bool:

@@ -102,10 +102,12 @@ async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     problem = {404: "no such path", 405: f"{request.method} is not allowed here"}.get(error.status_code, error.detail)
     served = "served: POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, /"
-    api_error = ApiError(error.status_code, f"{problem}; {served}", headers=dict(error.headers or {}))
-    return refusal(api_error)
+    return await _refused(
+        request, ApiError(error.status_code, f"{problem}; {served}", headers=dict(error.headers or {}))
+    )
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
+    request.scope.get(NOTES, {})["error"] = type(error).__name__
     logging.getLogger(__name__).error("a request failed: %s", type(error).__name__)
     return refusal(ApiError(500, "the server failed; its log says how"))

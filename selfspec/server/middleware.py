@@ -67,6 +67,8 @@ class AuthMiddleware:
         if problem is None and not self._known(scope):
             problem = _NO_KEY
         app = self._app if problem is None else refusal(problem)
+        if problem is not None:
+            notes["error"] = problem.message
         try:
             await app(scope, receive, sending)
         except Exception:

@@ -180,7 +180,9 @@ def _noted(call: Call) -> dict[str, Any]:
     """Return the fields that a call adds to its request's log entry."""
     times, seconds, tokens = call.times, call.times.seconds, call.total("tokens")
     finishes = [str(finish or EndReason.GONE) for finish in call.finishes]
+    problem = _problem(call.latest)
     return {
+        **({} if problem is None else {"error": problem.message}),
         "model": call.parsed.model,
         "stream": call.parsed.stream,
         "prompt_tokens": call.parsed.prompt_tokens,

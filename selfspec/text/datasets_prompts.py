@@ -81,10 +81,10 @@ class Rows:
     note: str | None = None
 
 
-def read_parquet(path: Path, shape: PromptTemplate, *, use: Use = "first") -> Rows:
-    """Read the prompts of a parquet file's rows. Raises `SelfspecError`, which names the file."""
+def read_parquet(path: Path, shape: PromptTemplate, *, use: Use = "first", limit: int | None = None) -> Rows:
+    """Read the prompts of a parquet file's rows, `limit` at most. Raises `SelfspecError`, which names the file."""
     with _streamed_parquet(path) as rows:
-        return _prompts(rows, shape, str(path), use=use)
+        return _prompts(rows, shape, str(path), use=use, limit=limit)
 
 
 def parquet_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -124,8 +124,10 @@ def text_files(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def read_preset(name: str, shape: PromptTemplate, *, held_out: bool, use: Use = "first") -> Rows:
-    """Read the prompts of a data set of the hub, or of its copy in the cache of `datasets`.
+def read_preset(
+    name: str, shape: PromptTemplate, *, held_out: bool, use: Use = "first", limit: int | None = None
+) -> Rows:
+    """Read the prompts of a data set of the hub, `limit` at most, or of its copy in the cache of `datasets`.
 
     Raises `SelfspecError` within a minute if neither is available; the message says what to download and how to use it.
     """
@@ -139,7 +141,7 @@ def read_preset(name: str, shape: PromptTemplate, *, held_out: bool, use: Use = 
             HF_HUB_OFFLINE=missing is not None, STREAMING_READ_MAX_RETRIES=RETRIES, STREAMING_OPEN_MAX_RETRIES=RETRIES
         ):
             rows = load_dataset(preset.repository, preset.config, split=split, revision=preset.revision, streaming=True)
-            return _prompts(rows, shape, name, use=use)
+            return _prompts(rows, shape, name, use=use, limit=limit)
     except SelfspecError:
         raise
     except Exception as error:  # a network can fail in any way
@@ -185,8 +187,9 @@ def _prompts(
     columns: list[str] | None = None,
     *,
     use: Use,
+    limit: int | None = None,
 ) -> Rows:
-    """Return the prompts of a streamed data set's rows. Raises `SelfspecError` if there is none."""
+    """Return the prompts of a streamed data set's rows, `limit` at most. Raises `SelfspecError` if there is none."""
     names = columns or _column_names(rows)
     if not names:
         raise SelfspecError(f"{where}: holds no prompts")
@@ -198,6 +201,8 @@ def _prompts(
     for number, row in enumerate(rows.select_columns(list(wanted)), start=1):
         if use == "first" and number > ROWS:
             more = True
+            break
+        if len(prompts) == limit:
             break
         prompt = shape.prompt(row)
         if prompt is not None:

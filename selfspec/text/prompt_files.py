@@ -80,6 +80,7 @@ def read_prompts(
     held_out: bool = False,
     chat: bool = False,
     use: Use = "first",
+    limit: int | None = None,
 ) -> Prompts:
     """Read the prompts of a file, a folder, a data set of the hub by its name in `PRESETS`, or a benchmark's questions.
 
@@ -89,7 +90,8 @@ def read_prompts(
     default those of the preset. Tasks are kept if every row of a `.jsonl` file has a `task` (or `category`).
     `held_out`: read the preset's split that searches do not read, if the preset has two splits. `chat`: if a row has
     `messages`, the prompt is the whole conversation, else the first user message. `use`: which rows are used, of which
-    only "every" concerns `.jsonl` and `.txt` files. Raises `SelfspecError`, which names the file and the wrong line.
+    only "every" concerns `.jsonl` and `.txt` files. `limit`: the most prompts that are read of a data set of the hub
+    or a parquet file (None: as `use` says). Raises `SelfspecError`, which names the file and the wrong line.
     """
     name, path = str(data), Path(data)
     if not name:
@@ -106,13 +108,13 @@ def read_prompts(
     if name in PRESETS:
         preset = PRESETS[name]
         shape = preset.shape if (column, template) == (None, None) else shape
-        rows = read_preset(name, shape, held_out=held_out, use=use)
+        rows = read_preset(name, shape, held_out=held_out, use=use, limit=limit)
         split = preset.held_out if held_out else preset.split
         name = " ".join(filter(None, (preset.repository, preset.config, split)))
     elif kind(path) == "folder":
         rows, name = read_folder(path, shape, use=use), path.resolve().name
     elif path.suffix.lower() == ".parquet":
-        rows, name = read_parquet(path, shape, use=use), path.name
+        rows, name = read_parquet(path, shape, use=use, limit=limit), path.name
     else:
         prompts, tasks = _read_file(path, shape, every=use == "every")
         return Prompts(path.name, prompts, shape.column, shape.template, tasks=tasks)

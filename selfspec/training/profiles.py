@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from selfspec.basics.errors import SelfspecError
+from selfspec.basics.files import kind
 from selfspec.draft_modules.heads import Head
 from selfspec.draft_modules.module_files import write_part
 from selfspec.draft_modules.published_heads import read_published
@@ -103,10 +105,13 @@ def convert(llm: LLM, folder: Path, out: Path, profile: Profile | None) -> tuple
     """Convert a published head in `folder`, and write its part file and profiles to the folder `out`.
 
     `profile` is as `own` in `write_profiles`. Returns the part file, the profiles, the kind of the head, and the
-    megabytes of its weights in memory. Raises `SelfspecError` for an unknown kind of head, or a head for another model.
+    megabytes of its weights in memory. Raises `SelfspecError` for an unknown kind of head, a head for another model,
+    and where `out` holds a trained head of that kind.
     """
     part = read_published(folder, llm.runtime)
     head = make_head(llm.runtime, part)
     path = out / f"{part.kind}.safetensors"
+    if kind(path.with_suffix(".json")) == "file":  # the record of a training
+        raise SelfspecError(f"{path} was trained; expected another --out for the converted head")
     write_part(path, part)
     return path, write_profiles(llm, path, head, profile, []), part.kind, round(head.bytes / 1e6, 2)

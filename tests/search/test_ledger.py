@@ -174,6 +174,19 @@ def test_one_of_the_workers_finishes_and_a_later_one_may_again(path):
     assert later.claim_finish()
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_worker_that_died_before_it_finished_is_replaced(path, monkeypatch, finished):
+    a, b = (Ledger(path, settings=SETTINGS) for _ in range(2))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr("selfspec.search.ledger.os.getpid", lambda: ended.pid)
+        assert a.claim_finish()
+    if finished:
+        a.mark_finished()
+    assert b.claim_finish() is not finished
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150), deadline=None)
 @given(st.text('{}[]":, settinrals\n01', max_size=80) | st.sampled_from(["op_code", "study_name"]))
 def test_anything_else_is_one_clear_line(path, text):

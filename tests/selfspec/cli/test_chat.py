@@ -179,6 +179,9 @@ class TestPiped:
 
     def test_no_text(self, say):
         assert say(b"\xff\xfe\n") == (2, "", "error: standard input, line 1: not UTF-8 text\n")
+        code, out, err = say(b"\xff\n" + TEXTS[0].encode() + b"\n")
+        assert (code, out) == (2, say(TEXTS[:1])[1])
+        assert err.startswith("error: standard input, line 1: not UTF-8 text\n")
 
     def test_a_byte_order_mark_is_no_text(self, say):
         assert say(b"\xef\xbb\xbf/help\n") == say(b"/help\n")

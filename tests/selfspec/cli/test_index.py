@@ -58,6 +58,17 @@ def test_add_keeps_what_is_there(cli):
     assert Store("x.store").texts == 1
 
 
+def test_no_other_file_is_written_over(cli):
+    """Such as a model's weights, which are a safetensors file, too."""
+    with open("other.safetensors", "wb") as file:
+        file.write(b"weights")
+    code, out, err = cli("index", "code.py", "--out", "other.safetensors")
+    assert (code, out) == (2, "")
+    assert "other.safetensors: is no store of texts" in err
+    with open("other.safetensors", "rb") as file:
+        assert file.read() == b"weights"
+
+
 @pytest.mark.parametrize("profile", ["none", "stdlib-llama-3.7m"])
 def test_what_is_generated_stays_the_same_in_fewer_rounds(cli, profile):
     """The model's own answer is stored; with it the same answer comes in a few rounds."""

@@ -48,6 +48,23 @@ def test_a_profile_with_int4_sub_layers_gets_the_weights(cli):
     assert profile.path == read_profile(Path("p.yaml")).path
 
 
+def test_weights_are_replaced_and_no_other_file(cli):
+    again = ["quantize", "--int4", "nearest", "--out", "w.safetensors"]
+    assert not cli(*again)[0]
+    assert not cli(*again)[0]
+    other = Path("model.safetensors")
+    other.write_bytes(b"weights")
+    code, out, err = cli(*again[:-1], other)
+    assert (code, out) == (2, "")
+    assert "--out model.safetensors is a file without int4 weights of selfspec; expected another path" in err
+    assert other.read_bytes() == b"weights"
+    Path("profile.yaml").write_text("mine")
+    code, out, err = cli(*again[:-1], "profile.safetensors")
+    assert (code, out) == (2, "")
+    assert "--out profile.safetensors: the weights' profile would replace profile.yaml" in err
+    assert Path("profile.yaml").read_text() == "mine"
+
+
 def test_an_interrupted_call_is_resumed(cli, monkeypatch):
     """With the same texts, from the layers that were finished."""
     write, continued = quantizing.write_int4, []

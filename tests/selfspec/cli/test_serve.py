@@ -95,6 +95,11 @@ WRONG = {
     "no such host": (["--host", "nowhere.invalid"], "--host nowhere.invalid: cannot be served at"),
     "a host that is not ours": (["--host", "192.0.2.1"], "192.0.2.1:"),
     "port": (["--port", "70000"], "--port"),
+    "an adapter named as the model": (["--adapter", "builtin=x"], "--adapter builtin: is the name of the model, too"),
+    "an adapter named as served": (
+        ["--served-model-name", "a", "--adapter", "a=x"],
+        "--adapter a: is the name of the model, too; expected another name",
+    ),
     "model": (["--model", "./nothing"], "no such folder"),
     "profile": (["--profile", "nothing"], "no shipped profile of that name"),
     "store": (["--store", "no.store"], "no.store"),

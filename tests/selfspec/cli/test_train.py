@@ -146,6 +146,7 @@ def test_a_kill_loses_no_texts(cli, warm, prompts, tmp_path):
         (["eagle", "--seed", str(2**64)], "seed 18446744073709551616: expected 0 to 18446744073709551615"),
         (["adapter", "--loss", "kl"], "loss 'kl': expected forward-kl, reverse-kl, tv"),
         (["layerskip", "--model", "parts/layerskip"], "--out parts would write over the model"),
+        (["adapter", "--profile", "parts/adapter.yaml"], "would write over the profile that is given"),
         (["eagle", "--out", "file"], "file is no folder; expected one that parts can be written to"),
         (["eagle", "--out", "gone/parts"], "gone/parts is no folder"),
         (["eagle", "--prompts", "gone.jsonl"], "gone.jsonl"),
@@ -158,6 +159,8 @@ def test_wrong_input(cli, tmp_path, arguments, said):
     (tmp_path / "file").write_text("")
     (tmp_path / "parts" / "layerskip").mkdir(parents=True)
     (tmp_path / "parts" / "layerskip" / "config.json").write_text('{"model_type": "llama"}')
+    path = "version: 2\nmodel: {layers: 16, name: builtin}\ndraft: {kind: layer-skip, skip: {mlp: [3]}}\n"
+    (tmp_path / "parts" / "adapter.yaml").write_text(path)
     code, out, err = cli("train", *arguments)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())

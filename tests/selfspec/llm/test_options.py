@@ -111,6 +111,8 @@ def test_what_a_config_leaves_open_comes_from_the_model_then_from_transformers(l
         assert plan(llm.model, Options(own), PROMPT, ends=frozenset()).config.repetition_penalty == 1.7
         bare = plan(llm.model, Options(), PROMPT, ends=frozenset())
         assert (bare.config.repetition_penalty, bare.max_new_tokens, bare.sampler.processors) == (1.0, 128, [])
+        for sampled in (Options(temperature=1.0), Options(settings={"do_sample": True})):
+            assert plan(llm.model, sampled, PROMPT, ends=frozenset()).sampler.processors == []
     finally:
         own.repetition_penalty = own.max_new_tokens = None
 

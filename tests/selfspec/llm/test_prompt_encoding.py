@@ -35,6 +35,10 @@ def test_a_system_message_comes_first(chat):
     ids = encode(chat, "Write a class.", chat=True, system="Be brief.")
     rendered = f"{chat.tokenizer.bos_token}# system:\nBe brief.\n# user:\nWrite a class.\n# assistant:\n"
     assert chat.tokenizer.decode(ids) == rendered
+    messages = [{"role": "user", "content": "Write a class."}]
+    assert encode(chat, messages, chat=True, system="Be brief.") == ids
+    own = [{"role": "system", "content": "Be brief."}, *messages]
+    assert encode(chat, own, chat=True, system="Be long.") == ids
 
 
 def test_a_long_message_keeps_both_ends(chat):

@@ -240,6 +240,8 @@ def test_what_fails_is_told_and_others_go_on(chatting, caplog):
             assert failed.status_code == (200 if stream else 500)
             event = failed.text.split("\n")[0].removeprefix("data: ")
             assert json.loads(event)["error"]["type"] == "server_error"
+            until(lambda: len(one.log) == 1 + stream)
+            assert one.log[-1]["error"] == json.loads(event)["error"]["message"]
         assert post(one).status_code == 200
         assert batch.free == batch.num_slots
         assert "a toy's failure" in caplog.text, "the log says how"

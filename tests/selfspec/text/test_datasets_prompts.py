@@ -173,6 +173,12 @@ class TestPresets:
         read_prompts("gsm8k", held_out=True)
         assert asked[0][2] == "test"
 
+    def test_no_more_is_read_than_wanted(self, hub):
+        hub({"question": ["1 + 1?", ""]})
+        assert read_prompts("gsm8k", column="question", use="every", limit=1).texts == ("1 + 1?",)
+        with pytest.raises(SelfspecError, match="row 2"):
+            read_prompts("gsm8k", column="question", use="every")
+
     def test_another_column_or_template(self, hub):
         hub(COLUMNS["gsm8k"])
         assert read_prompts("gsm8k", column="answer").texts == ("2",)
