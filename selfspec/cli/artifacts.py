@@ -177,8 +177,8 @@ def run_quantize(command: QuantizeCommand) -> int:
     from selfspec.search.quantizing import check_quantized_out, quantize
 
     model = model_for(command.model, profile_named(command.profile))
-    check_quantized_out(command.out)
     check_not_read(command.out.with_suffix(".yaml"), command.profile)
+    check_quantized_out(command.out)
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()
     command.device_options.set_threads()

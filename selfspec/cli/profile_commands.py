@@ -96,7 +96,7 @@ def import_profile(
     check_model_name(model)
     if out is not None:
         check_writable(out)
-        check_not_read(out, file, model, what="a file that is read")
+        check_not_read(out, file, model)
     key, skip = read_published(file, key, format_name=format_name)
     identity = _identity(model, layers)
     try:

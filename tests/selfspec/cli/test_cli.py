@@ -1003,7 +1003,7 @@ WRONG = {
     ),
     "import over itself": (
         "profile import sets.json --model org/m --key a --layers 9 --out ./sets.json",
-        "--out sets.json would write over the file that is read",
+        "--out sets.json would write over a file that is read",
     ),
     "import no place": (
         "profile import sets.json --model org/m --key a --layers 9 --out no/p.yaml",

@@ -137,13 +137,13 @@ def test_results_of_others_are_left_alone(folder, monkeypatch, capsys):
     (folder / "out.jsonl").write_text("text of mine\n")
     assert many(monkeypatch) == 2
     assert "out.jsonl:1: not a result of this command; expected another --out file" in capsys.readouterr().err
+    assert (folder / "out.jsonl").read_text() == "text of mine\n"
     (folder / "out.jsonl").write_text('{"a note": "without a newline"}')
     assert many(monkeypatch) == 2
     assert "out.jsonl: its last line is not a result of this command" in capsys.readouterr().err
     assert (folder / "out.jsonl").read_text() == '{"a note": "without a newline"}'
     (folder / "out.jsonl").write_text(whole[: len(whole) // 2])  # as a kill leaves it
     assert many(monkeypatch) == 0
-    assert (folder / "out.jsonl").read_text() == "text of mine\n"
     assert len(whole.splitlines()) == 4
 
 
