@@ -32,7 +32,7 @@ SHOWN = {  # the machine whose figures the README has; its methods, and what it 
     "openvino-genai, 4 bits": "openvino-genai, 4-bit file: another text",
     "plain, the 4-bit file": "selfspec, 4-bit file kept as it is, plain",
 }
-MACHINE = "epyc-zen5"
+MACHINE = "epyc-zen4"
 NOT_OURS = ("plain", "transformers", "llama.cpp", "openvino-genai")  # how the names of other methods begin
 
 
