@@ -77,7 +77,8 @@ def run_search(llm: LLM, options: SearchOptions) -> Profile:
             )
         base = initial_profile(search, options, interrupted=interrupted, costs=prepared.costs)
         profile = finish(prepared, base, drawn.held_out, keep_best=options.keep_best, others=drawn.others)
-        search.ledger.mark_finished()
+        with suppress(SelfspecError):  # the profile is at hand
+            search.ledger.mark_finished()
     return with_shortfall_note(search, options, profile)
 
 

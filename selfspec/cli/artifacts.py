@@ -36,7 +36,7 @@ from selfspec.proposers.history import AnswerHistory, keeps_answers
 from selfspec.proposers.store import Store, write_store
 from selfspec.text.datasets_prompts import text_files
 from selfspec.text.prompt_files import read_texts
-from selfspec.training.options import KINDS, check_kind
+from selfspec.training.options import PUBLISHED, check_kind
 
 if TYPE_CHECKING:
     from selfspec.export.exporting import Exported
@@ -153,7 +153,7 @@ def _check_profile_kept(out: Path, profile: str | None, *kinds: str) -> None:
 def run_convert(command: ConvertCommand) -> None:
     """Check the folders, load the model, and write the draft module and its profiles. Raises `SelfspecError`."""
     quiet()
-    _check_profile_kept(command.out, command.profile, *KINDS)
+    _check_profile_kept(command.out, command.profile, *PUBLISHED)
     model = model_for(command.model, profile_named(command.profile))
     command.device_options.set_threads()
 
@@ -177,7 +177,8 @@ def run_quantize(command: QuantizeCommand) -> int:
     from selfspec.search.quantizing import check_quantized_out, quantize
 
     model = model_for(command.model, profile_named(command.profile))
-    check_not_read(command.out.with_suffix(".yaml"), command.profile)
+    if command.out.name:
+        check_not_read(command.out.with_suffix(".yaml"), command.profile)
     check_quantized_out(command.out)
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()

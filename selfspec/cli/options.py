@@ -62,7 +62,7 @@ Store = Annotated[
     ),
 ]
 System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="System message, placed before the first user message.")
+    str | None, typer.Option(metavar="TEXT", help="System message, placed first; messages that begin with one keep it.")
 ]
 Storage = Annotated[str | None, typer.Option(help="File or database that holds the study.")]
 Tokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="New tokens for each prompt.")]

@@ -58,6 +58,7 @@ def test_weights_are_replaced_and_no_other_file(cli):
     assert (code, out) == (2, "")
     assert "--out model.safetensors is a file without int4 weights of selfspec; expected another path" in err
     assert other.read_bytes() == b"weights"
+    assert "--out .: expected a file whose name ends in .safetensors" in cli(*again[:-1], ".")[2]
     Path("profile.yaml").write_text("mine")
     code, out, err = cli(*again[:-1], "profile.safetensors")
     assert (code, out) == (2, "")
