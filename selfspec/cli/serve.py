@@ -37,7 +37,10 @@ _NEEDED = ("fastapi", "prometheus_client", "uvicorn")
 def run(command: ServeCommand) -> int:
     """Validate the options, bind the port, load a replica per device, and serve; return the exit code."""
     if any(find_spec(name) is None for name in _NEEDED):
-        raise SelfspecError("serving needs packages; install them with: pip install fastapi uvicorn prometheus-client")
+        raise SelfspecError(
+            "serving needs packages; install them with: pip install fastapi uvicorn prometheus-client "
+            '(in a clone: pip install -c constraints.txt ".[serve]")'
+        )
     quiet()
     replica_devices, _ = replicas(command), command.limits.rows
     if command.api_key is not None and (not command.api_key.isascii() or not command.api_key.strip()):

@@ -87,7 +87,8 @@ def test_what_is_not_installed_is_named(cli, monkeypatch, lacking):
     code, _, err = cli("serve")
     assert (code, err) == (
         2,
-        "error: serving needs packages; install them with: pip install fastapi uvicorn prometheus-client\n",
+        "error: serving needs packages; install them with: pip install fastapi uvicorn prometheus-client "
+        '(in a clone: pip install -c constraints.txt ".[serve]")\n',
     )
 
 
