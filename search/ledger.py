@@ -37,7 +37,6 @@ from .storage import MEMORY, display_name, is_database, open_storage, resolve_st
 from .strategies import Gains
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of data not as written
-_FINISHED = "finished "  # begins the names of study attributes
 PATIENCE = 10.0  # a worker's claim lapses after a minute plus this many times the seconds of the longest trial
 
 T = TypeVar("T")
@@ -243,20 +242,20 @@ class Ledger:
         value = {"worker": self.worker, "time": time.time(), "host": socket.gethostname(), "process": os.getpid()}
         with self._errors():
             self._study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"kind": "finish", "value": value}))
-            finished = [key for key in self._study.user_attrs if key.startswith(_FINISHED)]
+            attrs = self._study.user_attrs
         self.refresh()
         first = next(
             worker
             for worker, asked, host, process in self._finishers
             if worker == self.worker
-            or (asked > self._begun and (f"{_FINISHED}{worker}" in finished or not _has_died(host, process)))
+            or (asked > self._begun and (f"finished {worker}" in attrs or not _has_died(host, process)))
         )
         return first == self.worker
 
     def mark_finished(self) -> None:
         """Record that this worker has measured the finalists."""
         with self._errors():
-            self._study.set_user_attr(f"{_FINISHED}{self.worker}", True)
+            self._study.set_user_attr(f"finished {self.worker}", True)
 
     def claim(self, path: DraftPath | None) -> None:
         """Claim the path that this worker is about to score; None releases the claim."""

@@ -13,7 +13,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from selfspec.basics.errors import SelfspecError, reason
-from selfspec.basics.files import check_writable, kind, make_folder, read_cached, write_bytes, write_cached
+from selfspec.basics.files import (
+    check_not_read,
+    check_writable,
+    kind,
+    make_folder,
+    read_cached,
+    write_bytes,
+    write_cached,
+)
 from selfspec.draft_modules.int4_quantization import (
     check_quantizable,
     int4_settings,
@@ -185,18 +193,21 @@ class QuantizedModel:
     seconds: float
 
 
-def check_quantized_out(out: Path) -> None:
+def check_quantized_out(out: Path, profile: str | None) -> None:
     """Raise `SelfspecError` unless int4 weights can be written to `out`, and a profile beside it.
 
-    A file at `out` is replaced only if it holds such weights: not a model's own, say; and a profile only with them.
+    A file at `out` is replaced only if it holds such weights: not a model's own, say; and a profile only with them, and
+    never `profile`, which is read.
     """
     if out.suffix != SUFFIX:
         raise SelfspecError(f"--out {out}: expected a file whose name ends in {SUFFIX}")
-    for file in (out, out.with_suffix(".yaml")):
+    beside = out.with_suffix(".yaml")
+    check_not_read(beside, profile)
+    for file in (out, beside):
         check_writable(file)
     if kind(out) == "file" and part_kind(out) != INT4:
         raise SelfspecError(f"--out {out} is a file without int4 weights of selfspec; expected another path")
-    if kind(out) == "missing" and kind(beside := out.with_suffix(".yaml")) == "file":
+    if kind(out) == "missing" and kind(beside) == "file":
         raise SelfspecError(f"--out {out}: the weights' profile would replace {beside}; expected another path")
 
 

@@ -177,9 +177,7 @@ def run_quantize(command: QuantizeCommand) -> int:
     from selfspec.search.quantizing import check_quantized_out, quantize
 
     model = model_for(command.model, profile_named(command.profile))
-    if command.out.name:
-        check_not_read(command.out.with_suffix(".yaml"), command.profile)
-    check_quantized_out(command.out)
+    check_quantized_out(command.out, command.profile)
     command.data.check_not_written(command.out, f"--out {command.out}")
     prompts = command.data.read()
     command.device_options.set_threads()

@@ -14,8 +14,8 @@ Kind = Literal["eagle", "medusa", "hydra", "mlp", "mtp", "chimera", "bridge", "a
 Loss = Literal["forward-kl", "reverse-kl", "tv"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OF_PATHS: tuple[Kind, ...] = ("bridge", "adapter")
-PUBLISHED: tuple[Kind, ...] = ("eagle", "medusa", "hydra", "mlp")  # heads that others publish, too
 """The kinds that belong to a draft path; `distill` and `layerskip` make models, and the other kinds are heads."""
+PUBLISHED: tuple[Kind, ...] = ("eagle", "medusa", "hydra", "mlp")  # heads that others publish, too
 MOST_SEED = 2**64 - 1  # the largest that PyTorch takes
 FEWEST = 2  # the fewest texts that can be fitted to
 
